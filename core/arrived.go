@@ -8,15 +8,14 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// LoadArrived takes D's load; the result is the answer to D.
-func (m *Machine) LoadArrived(now time.Time, l LoadMessage) (Code, string) {
+// stepLoadMessage returns the answer to D.
+func (m *Machine) stepLoadMessage(now time.Time, l LoadMessage) (Code, string) {
 	if m.closed {
 		return Closed, "the prefill agent is closing"
 	}
 	if checkWireID(l.ID) != nil {
 		return Refused, "malformed transfer_id"
 	}
-	m.event("LoadArrived")
 	defer m.settle(now)
 	if t, gone := m.ended.get(l.ID); gone {
 		return t.answer(&l)
@@ -111,20 +110,17 @@ func (m *Machine) tooMuch(l *LoadMessage) string {
 // time, so that the engine's calls get in between.
 const MaxLocked = 8
 
-// RenewArrived takes D's renewal of its loads and claims, and answers for each
-// of them in this order.
-func (m *Machine) RenewArrived(now time.Time, from AgentID, loads, claims []TransferID) []Answer {
-	m.event("RenewArrived")
-	if p := m.probes[from]; p != nil {
+func (m *Machine) stepRenewMessage(now time.Time, r RenewMessage) []Answer {
+	if p := m.probes[r.From]; p != nil {
 		p.since = now // D lives, or this is the last that it has sent
 	}
-	out := make([]Answer, 0, len(loads)+len(claims))
-	for _, id := range loads {
-		out = append(out, m.renewed(now, from, id, false))
+	out := make([]Answer, 0, len(r.Loads)+len(r.Claims))
+	for _, id := range r.Loads {
+		out = append(out, m.renewed(now, r.From, id, false))
 		m.settle(now)
 	}
-	for _, id := range claims {
-		out = append(out, m.renewed(now, from, id, true))
+	for _, id := range r.Claims {
+		out = append(out, m.renewed(now, r.From, id, true))
 		m.settle(now)
 	}
 	return out
@@ -186,32 +182,27 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 	return Answer{Status: StatusSending}
 }
 
-// FinishArrived takes a peer's word that its half has ended.
-func (m *Machine) FinishArrived(now time.Time, from AgentID, id TransferID, code Code, reason string) {
-	m.event("FinishArrived")
+func (m *Machine) stepFinishMessage(now time.Time, f FinishMessage) {
 	defer m.settle(now)
-	c, ld := m.claims.get(id), m.loads.get(id)
+	c, ld := m.claims.get(f.ID), m.loads.get(f.ID)
 	switch {
-	case c != nil && c.peer == from:
-		if code != OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
-			m.loseClaim(c, ending{peerCode(code), reason})
+	case c != nil && c.peer == f.From:
+		if f.Code != OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
+			m.loseClaim(c, ending{peerCode(f.Code), f.Reason})
 		}
-	case ld != nil && ld.peer == from:
-		if code != OK { // only the bytes themselves say that a load went well
-			m.endLoad(now, ld, ending{peerCode(code), reason}, false)
+	case ld != nil && ld.peer == f.From:
+		if f.Code != OK { // only the bytes themselves say that a load went well
+			m.endLoad(now, ld, ending{peerCode(f.Code), f.Reason}, false)
 		}
-	case (c != nil || ld != nil) && m.offers[id] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
+	case (c != nil || ld != nil) && m.offers[f.ID] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
 	default:
-		m.finishOffer(now, from, id, peerCode(code), reason)
+		m.finishOffer(now, f.From, f.ID, peerCode(f.Code), f.Reason)
 	}
 }
 
-// RestartArrived takes P's word that it has withdrawn the blocks of the load whose grant
-// has this digest.
-func (m *Machine) RestartArrived(from AgentID, id TransferID, digest string) {
-	m.event("RestartArrived")
-	if ld := m.loads.get(id); ld != nil && ld.peer == from {
-		m.restartLoad(ld, digest)
+func (m *Machine) stepRestartMessage(r RestartMessage) {
+	if ld := m.loads.get(r.ID); ld != nil && ld.peer == r.From {
+		m.restartLoad(ld, r.Digest)
 	}
 }
 

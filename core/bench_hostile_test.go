@@ -31,33 +31,39 @@ func BenchmarkHostileMessage(b *testing.B) {
 		}
 		return list
 	}
-	for what, message := range map[string]func(m *core.Machine, from core.AgentID){
-		"renew":        func(m *core.Machine, from core.AgentID) { m.RenewArrived(now, from, many("a%d"), nil) },
-		"claim":        func(m *core.Machine, from core.AgentID) { m.RenewArrived(now, from, nil, many("a%d")) },
-		"claim-shares": func(m *core.Machine, from core.AgentID) { m.RenewArrived(now, from, nil, many("a%d\x000/64@0")) },
-		"finish": func(m *core.Machine, from core.AgentID) {
+	for what, message := range map[string]func(m *core.Told, from core.AgentID){
+		"renew": func(m *core.Told, from core.AgentID) {
+			m.Tell(now, core.RenewMessage{From: from, Loads: many("a%d")})
+		},
+		"claim": func(m *core.Told, from core.AgentID) {
+			m.Tell(now, core.RenewMessage{From: from, Claims: many("a%d")})
+		},
+		"claim-shares": func(m *core.Told, from core.AgentID) {
+			m.Tell(now, core.RenewMessage{From: from, Claims: many("a%d\x000/64@0")})
+		},
+		"finish": func(m *core.Told, from core.AgentID) {
 			for _, id := range many("a%d") {
-				m.FinishArrived(now, from, id, core.Failed, "")
+				m.Tell(now, core.FinishMessage{From: from, ID: id, Code: core.Failed})
 			}
 		},
-		"finish-shares": func(m *core.Machine, from core.AgentID) {
+		"finish-shares": func(m *core.Told, from core.AgentID) {
 			for _, id := range many("a%d\x000/64@0") {
-				m.FinishArrived(now, from, id, core.Failed, "")
+				m.Tell(now, core.FinishMessage{From: from, ID: id, Code: core.Failed})
 			}
 		},
-		"load": func(m *core.Machine, from core.AgentID) {
-			m.LoadArrived(now, core.LoadMessage{ID: name("a%d"), Peer: from, Grant: []byte("g"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{ids}}})
+		"load": func(m *core.Told, from core.AgentID) {
+			m.Tell(now, core.LoadMessage{ID: name("a%d"), Peer: from, Grant: []byte("g"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{ids}}})
 		},
 	} {
 		b.Run(what, func(b *testing.B) {
-			m := core.New(l, core.Options{})
+			m := &core.Told{Machine: core.New(l, core.Options{})}
 			for i := range core.Defaults.MaxTransfers {
 				from := core.AgentID("greedy")
 				if i%2 == 0 {
 					from = core.AgentID(fmt.Sprint("d", i))
 				}
-				m.RenewArrived(now, from, nil, []core.TransferID{name("a%d")})
-				m.FinishArrived(now, from, name("a%d"), core.Failed, "")
+				m.Tell(now, core.RenewMessage{From: from, Claims: []core.TransferID{name("a%d")}})
+				m.Tell(now, core.FinishMessage{From: from, ID: name("a%d"), Code: core.Failed})
 			}
 			m.Actions()
 			var most time.Duration

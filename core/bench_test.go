@@ -34,46 +34,44 @@ func benchmarkTransfers(b *testing.B, live int) {
 	}
 	blocks := core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{ids}}
 	now := time.Unix(0, 0)
-	must := func(err error) {
-		if err != nil {
-			b.Fatal(err)
+	var todo []core.Action
+	tell := func(m *core.Machine, e core.Event) {
+		answer, rest := core.Split(m.Step(now, e))
+		if _, refused := answer.(core.Refuse); refused {
+			b.Fatal(answer)
 		}
+		todo = append(todo, rest...)
 	}
 	for i := range live {
 		id := core.TransferID(fmt.Sprintf("other-%d", i))
-		must(p.Offer(now, core.OfferRequest{ID: id, Selection: blocks}))
-		must(d.Load(now, core.LoadRequest{ID: id, From: from, Selection: blocks}))
+		tell(p, core.OfferRequest{ID: id, Selection: blocks})
+		tell(d, core.LoadRequest{ID: id, From: from, Selection: blocks})
 	}
-	p.Actions()
-	d.Actions()
+	todo = nil
 	grant := []byte("0123456789abcdef")
 	transfer := func(id core.TransferID) (reports int) {
-		must(p.Announce(now, id))
-		must(d.Claim(now, core.ClaimRequest{ID: id, From: from}))
-		must(d.Load(now, core.LoadRequest{ID: id, From: from, Selection: blocks}))
-		must(p.Offer(now, core.OfferRequest{ID: id, Selection: blocks}))
-		for {
-			todo := append(d.Actions(), p.Actions()...)
-			if len(todo) == 0 {
-				return reports
-			}
-			for _, act := range todo {
-				switch v := act.(type) {
-				case core.Resolve:
-					d.Resolved(now, v.ID, v.Seq, "p", time.Time{}, core.OK, "")
-				case core.Expect:
-					d.Expecting(now, v.ID, grant, nil)
-				case core.SendLoad:
-					p.LoadArrived(now, core.LoadMessage{ID: v.ID, Peer: "d", Grant: v.Grant, Selection: v.Selection, Lease: v.Lease})
-					d.LoadAnswered(now, v.ID, v.Seq, core.LoadAccepted, core.OK, "")
-				case core.Write:
-					d.Received(now, v.ID, core.TransferStats{}, nil)
-					p.Written(now, v.ID, core.TransferStats{}, nil)
-				case core.Report:
-					reports++
-				}
+		tell(p, core.Announce{ID: id})
+		tell(d, core.ClaimRequest{ID: id, From: from})
+		tell(d, core.LoadRequest{ID: id, From: from, Selection: blocks})
+		tell(p, core.OfferRequest{ID: id, Selection: blocks})
+		for i := 0; i < len(todo); i++ {
+			switch v := todo[i].(type) {
+			case core.Resolve:
+				tell(d, core.Resolved{ID: v.ID, Seq: v.Seq, Peer: "p"})
+			case core.Expect:
+				tell(d, core.Expecting{ID: v.ID, Grant: grant})
+			case core.SendLoad:
+				tell(p, core.LoadMessage{ID: v.ID, Peer: "d", Grant: v.Grant, Selection: v.Selection, Lease: v.Lease})
+				tell(d, core.LoadAnswered{ID: v.ID, Seq: v.Seq, Answer: core.LoadAccepted})
+			case core.Write:
+				tell(d, core.Received{ID: v.ID})
+				tell(p, core.Written{ID: v.ID})
+			case core.Report:
+				reports++
 			}
 		}
+		todo = todo[:0]
+		return reports
 	}
 	b.ReportAllocs()
 	for i := 0; b.Loop(); i++ {

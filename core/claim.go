@@ -77,14 +77,10 @@ func (a *agents) noSuccessor() string {
 	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
 }
 
-// Claim asks P to keep a transfer until the engine has blocks for it. A claim ends by
-// Load, by Cancel, or after Options.Claim. Only with Options.ReportClaims can it have a
-// Report. A second claim of a transfer is no error.
-func (m *Machine) Claim(now time.Time, r ClaimRequest) error {
+func (m *Machine) stepClaim(now time.Time, r ClaimRequest) error {
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
-	m.event("Claim")
 	if m.claimed(r.ID) || m.loading(r.ID) {
 		return nil
 	}

@@ -9,27 +9,27 @@ import (
 
 // demanding is a P whose engine is told when its transfers are demanded.
 type demanding struct {
-	*Machine
+	*Told
 	t   *testing.T
 	now time.Time
 }
 
 func newDemanding(t *testing.T) *demanding {
 	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16))
-	return &demanding{New(l, Options{ReportDemands: true}), t, time.Unix(0, 0)}
+	return &demanding{&Told{Machine: New(l, Options{ReportDemands: true})}, t, time.Unix(0, 0)}
 }
 
 func (w *demanding) announce(id TransferID) {
 	w.t.Helper()
-	if err := w.Announce(w.now, id); err != nil {
+	if err := w.Try(w.now, Announce{ID: id}); err != nil {
 		w.t.Fatal(err)
 	}
 }
 
 func (w *demanding) load(id TransferID, first uint32, blocks ...BlockID) {
 	w.t.Helper()
-	if code, reason := w.LoadArrived(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), Selection: Selection{First: []uint32{first}, Blocks: [][]BlockID{blocks}}}); code != OK {
-		w.t.Fatal(code, reason)
+	if answer := w.Tell(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), Selection: Selection{First: []uint32{first}, Blocks: [][]BlockID{blocks}}}); answer != accepted {
+		w.t.Fatal(answer)
 	}
 }
 
@@ -65,7 +65,7 @@ func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
 	w := newDemanding(t)
 	w.announce("later")
 	w.nothing()
-	w.RenewArrived(w.now, "D", nil, []TransferID{"later"}) // a claim is no room
+	w.Tell(w.now, RenewMessage{From: "D", Claims: []TransferID{"later"}}) // a claim is no room
 	w.nothing()
 	w.load("later", 3, 1, 2)
 	w.expect("later", OK, 3, "")
@@ -73,12 +73,12 @@ func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
 	w.nothing()
 	w.announce("before")
 	w.expect("before", OK, 0, "")
-	if err := w.Offer(w.now, OfferRequest{ID: "before", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
+	if err := w.Try(w.now, OfferRequest{ID: "before", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.nothing()
 	w.announce("unwaited")
-	if err := w.Offer(w.now, OfferRequest{ID: "unwaited", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
+	if err := w.Try(w.now, OfferRequest{ID: "unwaited", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.expect("unwaited", OK, 0, "")
@@ -94,13 +94,13 @@ func TestWantIsReportedOnceForAllShares(t *testing.T) {
 
 	w.announce("y") // one share fails, the other's load is here
 	w.load(Share{0, 2, 0}.Part("y"), 0, 1)
-	w.FinishArrived(w.now, "E", Share{1, 2, 0}.Part("y"), OK, "")
+	w.Tell(w.now, FinishMessage{From: "E", ID: Share{1, 2, 0}.Part("y")})
 	w.expect("y", OK, 0, "")
 
 	w.announce("z") // no share needs anything
-	w.FinishArrived(w.now, "D", Share{0, 2, 0}.Part("z"), Cancelled, "not needed")
+	w.Tell(w.now, FinishMessage{From: "D", ID: Share{0, 2, 0}.Part("z"), Code: Cancelled, Reason: "not needed"})
 	w.nothing()
-	w.FinishArrived(w.now, "E", Share{1, 2, 0}.Part("z"), Cancelled, "not needed")
+	w.Tell(w.now, FinishMessage{From: "E", ID: Share{1, 2, 0}.Part("z"), Code: Cancelled, Reason: "not needed"})
 	w.expect("z", PeerCancelled, 0, "not needed")
 }
 
@@ -110,16 +110,18 @@ func TestWantIsReportedWhenItEnds(t *testing.T) {
 		code   Code
 		reason string
 	}{
-		"cancelled by decode":  {func(w *demanding) { w.FinishArrived(w.now, "D", "x", Cancelled, "the client went") }, PeerCancelled, "the client went"},
-		"cancelled by prefill": {func(w *demanding) { _ = w.Cancel(w.now, "x", "aborted") }, Cancelled, "aborted"},
+		"cancelled by decode": {func(w *demanding) {
+			w.Tell(w.now, FinishMessage{From: "D", ID: "x", Code: Cancelled, Reason: "the client went"})
+		}, PeerCancelled, "the client went"},
+		"cancelled by prefill": {func(w *demanding) { _ = w.Try(w.now, Cancel{ID: "x", Reason: "aborted"}) }, Cancelled, "aborted"},
 		"decode is gone": {func(w *demanding) {
-			w.RenewArrived(w.now, "D", nil, []TransferID{"x"})
+			w.Tell(w.now, RenewMessage{From: "D", Claims: []TransferID{"x"}})
 			for range 400 {
 				w.now = w.now.Add(100 * time.Millisecond)
-				w.Tick(w.now)
+				w.Tell(w.now, Tick{})
 			}
 		}, PeerLost, "has not renewed its claim"},
-		"closed": {func(w *demanding) { w.Close(w.now) }, Closed, "closed"},
+		"closed": {func(w *demanding) { w.Tell(w.now, Close{}) }, Closed, "closed"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newDemanding(t)
@@ -129,7 +131,7 @@ func TestWantIsReportedWhenItEnds(t *testing.T) {
 		})
 	}
 	w := newDemanding(t)
-	w.FinishArrived(w.now, "D", "early", Cancelled, "the client went")
+	w.Tell(w.now, FinishMessage{From: "D", ID: "early", Code: Cancelled, Reason: "the client went"})
 	w.announce("early")
 	w.expect("early", PeerCancelled, 0, "the client went")
 }
@@ -138,18 +140,18 @@ func TestWantIsReportedWhenItEnds(t *testing.T) {
 func TestWantOfAUsedID(t *testing.T) {
 	w := newDemanding(t)
 	w.announce("x")
-	if err := w.Announce(w.now, "x"); !errors.Is(err, ErrDuplicate) {
+	if err := w.Try(w.now, Announce{ID: "x"}); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("announced twice: %v", err)
 	}
 	w.load("x", 0, 1)
 	w.expect("x", OK, 0, "")
-	if err := w.Announce(w.now, "x"); !errors.Is(err, ErrDuplicate) {
+	if err := w.Try(w.now, Announce{ID: "x"}); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("announced after it was demanded: %v", err)
 	}
-	if err := w.Offer(w.now, OfferRequest{ID: "x", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
+	if err := w.Try(w.now, OfferRequest{ID: "x", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
-	w.Written(w.now, "x", TransferStats{}, nil)
+	w.Tell(w.now, Written{ID: "x"})
 	w.Actions()
 	w.announce("x")
 	w.expect("x", Refused, 0, "offered before")

@@ -2,9 +2,9 @@
 //
 // A [Machine] holds the halves of every transfer that one agent takes part in:
 // offers (the prefill engine's half: "these blocks hold it"), and claims ("keep it
-// for us") and loads ("put it into these blocks") of the decode engine. It takes
-// events (a user's call, a peer's message, a transport's outcome, the time) and
-// appends actions (send, expect, write, revoke, report). It has no goroutine, clock
+// for us") and loads ("put it into these blocks") of the decode engine. [Machine.Step]
+// takes an [Event] (an engine's request, a peer's message, a transport's outcome, the time)
+// and returns [Action] values (send, expect, write, revoke, report). It has no goroutine, clock
 // or socket, so thousands of interleavings run in seconds and a failing one replays.
 //
 // # The user's duties
@@ -13,14 +13,14 @@
 //
 //  1. The user makes every call of a Machine under one lock, with a time that does
 //     not run backwards.
-//  2. After each call the user takes [Machine.Actions] and performs them in their
-//     order. If an action's comment names an event, the user reports the action's
+//  2. If the first action is an answer ([Refuse], [AnswerLoad], [AnswerRenew]), the user
+//     gives it to who told the event. The user performs the other actions in their
+//     order. If an action's comment names an event, the user tells the action's
 //     outcome by that event, once.
-//  3. While [Machine.Busy] says so, the user calls [Machine.Tick] at least every
-//     [TickInterval].
+//  3. While [Machine.Busy] says so, the user tells [Tick] at least every [TickInterval].
 //  4. A [Report] is final: after it the engine uses the blocks again. No byte of
 //     the transfer may land then, so the Report of a failed load always comes after
-//     the [Machine.Revoked] event of its [Revoke].
+//     the [Revoked] event of its [Revoke].
 //
 // # Moments
 //
@@ -36,13 +36,12 @@
 //     Each part of a fan-in waits.
 //
 // The machine wants [Await] for a moment that it does not know, once for as long as a half
-// waits for it. The user watches the moment and calls [Machine.MomentPassed] or
-// [Machine.MomentFailed], also if the moment has passed when Await is performed. As with
-// each call, the user holds its lock and then takes the actions. An answer that nobody
+// waits for it. The user watches the moment and tells [MomentPassed] or
+// [MomentFailed], also if the moment has passed when Await is performed. An event that nobody
 // waits for any more does nothing. A moment that has not passed [Options].MomentTimeout
 // after its Await counts as failed. What waits for a moment that fails ends with code
 // [Failed] and the reason. A load that waits was never armed, so it is reported at once. An
-// offer whose blocks are being read is reported after its [Machine.Written].
+// offer whose blocks are being read is reported after its [Written].
 //
 // Three things are the transport's: it reads and writes blocks by the way that their Memory
 // needs. It tells Received when the bytes lie in the blocks, not when a copy of them is
@@ -55,7 +54,7 @@
 // # Memory that is another
 //
 // The user asks [Machine.Given] whose blocks may be read or written. If an engine has other memory at
-// their addresses, because it has slept, the user calls [Machine.Remapped] for each of them, and gives the
+// their addresses, because it has slept, the user tells [Remapped] for each of them, and gives the
 // new memory to the transports when Given names none any more.
 //
 // # The states
@@ -63,8 +62,8 @@
 // Each half is in one of the states below, which claim.go, load.go and offer.go explain.
 // "-" stands for no half: before its begin and after its end. A row is mostly one call of
 // claimTo, loadTo or offerTo. A half knows one peer. Only fan-in and fan-out know whether a
-// half is a part: settle tells them how the half ends. An event is a method of Machine, or
-// one of three that a method may bring about: FanOut (a D names the first part of a
+// half is a part: settle tells them how the half ends. An event is a type of [Event], or
+// one of three that an event may bring about: FanOut (a D names the first part of a
 // transfer), PartFails (another part of the same fan-in has failed), PeerGone (a P agent
 // does not answer any more). A moment that has not passed in time is a MomentFailed too.
 //
@@ -76,178 +75,178 @@
 //
 // Claims (D), of which claimPeerGone says what P's death makes of one:
 //
-//	from              event                               to                actions
-//	-                 Claim                               resolving         Resolve
-//	-                 ResolvedParts                       asked
-//	-                 ResolvedParts                       relocating        Resolve
-//	resolving         Resolved                            asked
-//	resolving         Resolved                            backoff
-//	resolving         Resolved                            void
-//	resolving         Resolved                            relocating        Resolve
-//	resolving         Load                                -                 Resolve
-//	resolving         Cancel Close ResolvedParts          -
-//	resolving         Resolved Tick                       -                 Report?
-//	backoff           Tick                                resolving         Resolve
-//	backoff           Tick                                relocating        Resolve
-//	backoff           Load                                -                 Resolve
-//	backoff           Cancel Close                        -
-//	backoff           Tick PartFails                      -                 Report?
-//	asked             RenewReplied                        kept
-//	asked             FinishArrived RenewReplied          void
-//	asked             PeerGone                            relocating        Resolve
-//	asked             PeerGone                            backoff
-//	asked             PeerGone                            -                 Report? Resolve? SendFinish?
-//	asked             Load                                -                 Resolve? SendFinish?
-//	asked             Cancel Close                        -                 SendFinish
-//	asked             FinishArrived RenewReplied Tick     -                 Report? SendFinish?
-//	asked             PartFails                           -                 SendFinish
-//	kept              FinishArrived RenewReplied          void
-//	kept              PeerGone                            void              SendFinish?
-//	kept              PeerGone                            -                 Report? SendFinish?
-//	kept              Load                                -                 Resolve? SendFinish?
-//	kept              Cancel Close                        -                 SendFinish
-//	kept              FinishArrived RenewReplied Tick     -                 Report? SendFinish?
-//	kept              PartFails                           -                 SendFinish
-//	relocating        Resolved                            asked
-//	relocating        Resolved                            backoff
-//	relocating        Resolved                            void
-//	relocating        Load                                -                 Resolve
-//	relocating        Cancel Close                        -
-//	relocating        Resolved ResolvedParts              -                 Report?
-//	relocating        Tick PartFails                      -                 Report?
-//	void              Load                                -                 Resolve?
-//	void              Cancel Close Tick                   -
+//	from        event                            to          actions
+//	-           ClaimRequest                     resolving   Resolve
+//	-           ResolvedParts                    asked
+//	-           ResolvedParts                    relocating  Resolve
+//	resolving   Resolved                         asked
+//	resolving   Resolved                         backoff
+//	resolving   Resolved                         void
+//	resolving   Resolved                         relocating  Resolve
+//	resolving   LoadRequest                      -           Resolve
+//	resolving   Cancel Close ResolvedParts       -
+//	resolving   Resolved Tick                    -           Report?
+//	backoff     Tick                             resolving   Resolve
+//	backoff     Tick                             relocating  Resolve
+//	backoff     LoadRequest                      -           Resolve
+//	backoff     Cancel Close                     -
+//	backoff     Tick PartFails                   -           Report?
+//	asked       RenewReplied                     kept
+//	asked       FinishMessage RenewReplied       void
+//	asked       PeerGone                         relocating  Resolve
+//	asked       PeerGone                         backoff
+//	asked       PeerGone                         -           Report? Resolve? SendFinish?
+//	asked       LoadRequest                      -           Resolve? SendFinish?
+//	asked       Cancel Close                     -           SendFinish
+//	asked       FinishMessage RenewReplied Tick  -           Report? SendFinish?
+//	asked       PartFails                        -           SendFinish
+//	kept        FinishMessage RenewReplied       void
+//	kept        PeerGone                         void        SendFinish?
+//	kept        PeerGone                         -           Report? SendFinish?
+//	kept        LoadRequest                      -           Resolve? SendFinish?
+//	kept        Cancel Close                     -           SendFinish
+//	kept        FinishMessage RenewReplied Tick  -           Report? SendFinish?
+//	kept        PartFails                        -           SendFinish
+//	relocating  Resolved                         asked
+//	relocating  Resolved                         backoff
+//	relocating  Resolved                         void
+//	relocating  LoadRequest                      -           Resolve
+//	relocating  Cancel Close                     -
+//	relocating  Resolved ResolvedParts           -           Report?
+//	relocating  Tick PartFails                   -           Report?
+//	void        LoadRequest                      -           Resolve?
+//	void        Cancel Close Tick                -
 //
 // Loads (D):
 //
-//	from              event                               to                actions
-//	-                 Load                                resolving         Resolve SendFinish?
-//	-                 Load                                relocating        Resolve
-//	-                 Load ResolvedParts                  expecting         Expect
-//	-                 Load ResolvedParts                  awaiting
-//	-                 Load ResolvedParts                  ending            Expect Revoke SendFinish
-//	resolving         Resolved                            expecting         Expect
-//	resolving         Resolved                            awaiting
-//	resolving         MomentFailed                        -                 Report?
-//	resolving         Resolved ResolvedParts              -                 Report? SendFinish?
-//	resolving         Cancel Close Remapped               -                 Report
-//	relocating        Resolved                            expecting         Expect
-//	relocating        Resolved                            awaiting
-//	relocating        MomentFailed                        -                 Report?
-//	relocating        Resolved ResolvedParts              -                 Report? SendFinish?
-//	relocating        Cancel Close Tick PartFails         -                 Report?
-//	relocating        Remapped                            -                 Report?
-//	awaiting          MomentPassed                        expecting         Expect
-//	awaiting          PeerGone                            relocating        Resolve
-//	awaiting          PeerGone RenewReplied               -                 Report? SendFinish?
-//	awaiting          FinishArrived                       -                 Report?
-//	awaiting          MomentFailed PartFails Remapped     -                 Report? SendFinish
-//	awaiting          Cancel Close Tick                   -                 Report? SendFinish
-//	expecting         Expecting                           requesting        SendLoad
-//	expecting         Expecting                           moving            Revoke
-//	expecting         Expecting FinishArrived             ending            Revoke SendFinish?
-//	expecting         Cancel Close PartFails Tick         ending            Revoke SendFinish
-//	expecting         Remapped                            ending            Revoke SendFinish
-//	expecting         Received                            -                 Report? SendFinish
-//	expecting         Received                            ending            Revoke SendFinish
-//	requesting        LoadAnswered                        waiting
-//	requesting        LoadAnswered                        moving            Revoke
-//	requesting        LoadAnswered FinishArrived          ending            Revoke SendFinish?
-//	requesting        RestartArrived                      restarting        Revoke
-//	requesting        Received                            -                 Report? SendFinish
-//	requesting        Received                            ending            Revoke SendFinish
-//	requesting        Cancel Close PartFails Tick         ending            Revoke SendFinish
-//	requesting        Remapped                            ending            Revoke SendFinish
-//	waiting           Received                            -                 Report? SendFinish
-//	waiting           Received                            ending            Revoke SendFinish
-//	waiting           FinishArrived RenewReplied          ending            Revoke SendFinish?
-//	waiting           RestartArrived RenewReplied         restarting        Revoke
-//	waiting           PeerGone                            ending            Revoke SendFinish?
-//	waiting           Cancel Close PartFails Tick         ending            Revoke SendFinish
-//	waiting           Remapped                            ending            Revoke SendFinish
-//	moving            Revoked                             relocating        Resolve
-//	moving            Cancel Close FinishArrived          ending
-//	moving            PartFails Remapped                  ending
-//	restarting        Revoked                             expecting         Expect
-//	restarting        Cancel Close PartFails Remapped     ending            SendFinish
-//	restarting        FinishArrived                       ending
-//	ending            Revoked                             -                 Report?
+//	from        event                            to          actions
+//	-           LoadRequest                      resolving   Resolve SendFinish?
+//	-           LoadRequest                      relocating  Resolve
+//	-           LoadRequest ResolvedParts        expecting   Expect
+//	-           LoadRequest ResolvedParts        awaiting
+//	-           LoadRequest ResolvedParts        ending      Expect Revoke SendFinish
+//	resolving   Resolved                         expecting   Expect
+//	resolving   Resolved                         awaiting
+//	resolving   MomentFailed                     -           Report?
+//	resolving   Resolved ResolvedParts           -           Report? SendFinish?
+//	resolving   Cancel Close Remapped            -           Report
+//	relocating  Resolved                         expecting   Expect
+//	relocating  Resolved                         awaiting
+//	relocating  MomentFailed                     -           Report?
+//	relocating  Resolved ResolvedParts           -           Report? SendFinish?
+//	relocating  Cancel Close Tick PartFails      -           Report?
+//	relocating  Remapped                         -           Report?
+//	awaiting    MomentPassed                     expecting   Expect
+//	awaiting    PeerGone                         relocating  Resolve
+//	awaiting    PeerGone RenewReplied            -           Report? SendFinish?
+//	awaiting    FinishMessage                    -           Report?
+//	awaiting    MomentFailed PartFails Remapped  -           Report? SendFinish
+//	awaiting    Cancel Close Tick                -           Report? SendFinish
+//	expecting   Expecting                        requesting  SendLoad
+//	expecting   Expecting                        moving      Revoke
+//	expecting   Expecting FinishMessage          ending      Revoke SendFinish?
+//	expecting   Cancel Close PartFails Tick      ending      Revoke SendFinish
+//	expecting   Remapped                         ending      Revoke SendFinish
+//	expecting   Received                         -           Report? SendFinish
+//	expecting   Received                         ending      Revoke SendFinish
+//	requesting  LoadAnswered                     waiting
+//	requesting  LoadAnswered                     moving      Revoke
+//	requesting  LoadAnswered FinishMessage       ending      Revoke SendFinish?
+//	requesting  RestartMessage                   restarting  Revoke
+//	requesting  Received                         -           Report? SendFinish
+//	requesting  Received                         ending      Revoke SendFinish
+//	requesting  Cancel Close PartFails Tick      ending      Revoke SendFinish
+//	requesting  Remapped                         ending      Revoke SendFinish
+//	waiting     Received                         -           Report? SendFinish
+//	waiting     Received                         ending      Revoke SendFinish
+//	waiting     FinishMessage RenewReplied       ending      Revoke SendFinish?
+//	waiting     RestartMessage RenewReplied      restarting  Revoke
+//	waiting     PeerGone                         ending      Revoke SendFinish?
+//	waiting     Cancel Close PartFails Tick      ending      Revoke SendFinish
+//	waiting     Remapped                         ending      Revoke SendFinish
+//	moving      Revoked                          relocating  Resolve
+//	moving      Cancel Close FinishMessage       ending
+//	moving      PartFails Remapped               ending
+//	restarting  Revoked                          expecting   Expect
+//	restarting  Cancel Close PartFails Remapped  ending      SendFinish
+//	restarting  FinishMessage                    ending
+//	ending      Revoked                          -           Report?
 //
 // Offers (P):
 //
 //	from              event                               to                actions
-//	-                 Announce OfferPartial FanOut        prefill
-//	-                 LoadArrived RenewArrived FanOut     early
-//	-                 Offer FanOut                        ready
-//	-                 Offer FanOut                        awaiting
+//	-                 Announce PartialOffer FanOut        prefill
+//	-                 LoadMessage RenewMessage FanOut     early
+//	-                 OfferRequest FanOut                 ready
+//	-                 OfferRequest FanOut                 awaiting
 //	-                 FanOut                              partial           Write
 //	-                 FanOut                              finishing         Write
 //	-                 FanOut                              sending           Write
-//	early             Announce OfferPartial               prefill
-//	early             OfferPartial                        partial           Write
-//	early             Offer                               ready
-//	early             Offer                               awaiting
-//	early             Offer                               sending           Write
-//	early             Offer OfferPartial                  -                 Report? SendFinish
+//	early             Announce PartialOffer               prefill
+//	early             PartialOffer                        partial           Write
+//	early             OfferRequest                        ready
+//	early             OfferRequest                        awaiting
+//	early             OfferRequest                        sending           Write
+//	early             OfferRequest PartialOffer           -                 Report? SendFinish
 //	early             Cancel Close Tick                   -                 SendFinish?
-//	early             LoadArrived RenewArrived            -                 SendFinish?
-//	early             FinishArrived                       -                 SendFinish?
+//	early             LoadMessage RenewMessage            -                 SendFinish?
+//	early             FinishMessage                       -                 SendFinish?
 //	early             ProbeReplied                        -
-//	prefill           LoadArrived OfferPartial            partial           Write
-//	prefill           Offer                               ready
-//	prefill           Offer                               awaiting
+//	prefill           LoadMessage PartialOffer            partial           Write
+//	prefill           OfferRequest                        ready
+//	prefill           OfferRequest                        awaiting
 //	prefill           MomentPassed                        partial           Write
 //	prefill           MomentPassed                        -                 Report? SendFinish
 //	prefill           MomentFailed                        -                 Report? SendFinish?
-//	prefill           Offer                               sending           Write
-//	prefill           Offer                               -                 Report? SendFinish
-//	prefill           LoadArrived OfferPartial            -                 Report? SendFinish
+//	prefill           OfferRequest                        sending           Write
+//	prefill           OfferRequest                        -                 Report? SendFinish
+//	prefill           LoadMessage PartialOffer            -                 Report? SendFinish
 //	prefill           Cancel Close Remapped Tick          -                 Report? SendFinish?
-//	prefill           FanOut FinishArrived ProbeReplied   -                 Report?
+//	prefill           FanOut FinishMessage ProbeReplied   -                 Report?
 //	awaiting          MomentPassed                        ready
 //	awaiting          MomentPassed                        sending           Write
-//	awaiting          MomentPassed LoadArrived            finishing         Write
-//	awaiting          MomentPassed LoadArrived            -                 Report? SendFinish
+//	awaiting          MomentPassed LoadMessage            finishing         Write
+//	awaiting          MomentPassed LoadMessage            -                 Report? SendFinish
 //	awaiting          MomentFailed Cancel Close Tick      -                 Report? SendFinish?
 //	awaiting          Remapped                            -                 Report? SendFinish?
-//	awaiting          FanOut FinishArrived ProbeReplied   -                 Report?
-//	partial           Offer                               sending           Write
-//	partial           Offer                               finishing
+//	awaiting          FanOut FinishMessage ProbeReplied   -                 Report?
+//	partial           OfferRequest                        sending           Write
+//	partial           OfferRequest                        finishing
 //	partial           MomentPassed MomentFailed           ending            SendFinish StopWrite
-//	partial           Offer OfferPartial                  ending            SendFinish StopWrite
+//	partial           OfferRequest PartialOffer           ending            SendFinish StopWrite
 //	partial           Withdraw                            withdrawing       StopWrite
 //	partial           Withdraw                            ending-withdrawn  StopWrite
 //	partial           Written                             -                 Report? SendFinish?
 //	partial           Written                             prefill           SendRestart
 //	partial           Written                             refused           SendFinish
 //	partial           Cancel Close Remapped Tick          ending            SendFinish StopWrite
-//	partial           FinishArrived ProbeReplied          ending            StopWrite
+//	partial           FinishMessage ProbeReplied          ending            StopWrite
 //	finishing         MomentPassed                        sending           Write
 //	finishing         MomentPassed MomentFailed           ending            SendFinish StopWrite
 //	finishing         Written                             -                 Report? SendFinish?
 //	finishing         Written                             awaiting          SendRestart
 //	finishing         Written                             refused           SendFinish
 //	finishing         Cancel Close Remapped Tick          ending            SendFinish StopWrite
-//	finishing         FinishArrived ProbeReplied          ending            StopWrite
-//	ready             LoadArrived                         sending           Write
-//	ready             LoadArrived                         -                 Report? SendFinish
+//	finishing         FinishMessage ProbeReplied          ending            StopWrite
+//	ready             LoadMessage                         sending           Write
+//	ready             LoadMessage                         -                 Report? SendFinish
 //	ready             Cancel Close Remapped Tick          -                 Report? SendFinish?
-//	ready             FanOut FinishArrived ProbeReplied   -                 Report?
+//	ready             FanOut FinishMessage ProbeReplied   -                 Report?
 //	sending           Written                             -                 Report? SendFinish?
 //	sending           Written                             ready             SendRestart
 //	sending           Written                             refused           SendFinish
 //	sending           Cancel Close Remapped Tick          ending            SendFinish StopWrite
-//	sending           FinishArrived ProbeReplied          ending            StopWrite
+//	sending           FinishMessage ProbeReplied          ending            StopWrite
 //	withdrawing       Written                             prefill           SendRestart
 //	withdrawing       Written                             ready             SendRestart
 //	withdrawing       Written                             awaiting          SendRestart
 //	withdrawing       MomentFailed                        ending-withdrawn  SendFinish
 //	withdrawing       Cancel Close Remapped               ending-withdrawn  SendFinish
-//	withdrawing       FinishArrived ProbeReplied          ending-withdrawn
+//	withdrawing       FinishMessage ProbeReplied          ending-withdrawn
 //	ending            Withdraw                            ending-withdrawn
 //	ending            Written                             -                 Report?
 //	ending-withdrawn  Written                             -                 Report?
-//	refused           FinishArrived LoadArrived Tick      -                 Report?
+//	refused           FinishMessage LoadMessage Tick      -                 Report?
 //	refused           Cancel Close Remapped ProbeReplied  -                 Report?
 //
 // Layouts ([Layout], [Region]), matches of two layouts ([Match]) and plans

@@ -16,16 +16,16 @@ func TestEarlyLoadsGiveWay(t *testing.T) {
 		t.Fatal(err)
 	}
 	const all = 1 << 22 / core.MaxBlocks // loads that take all room
-	m := core.New(l, core.Options{MaxTransfers: 64})
+	m := core.Told{Machine: core.New(l, core.Options{MaxTransfers: 64})}
 	now := time.Unix(0, 0)
 	load := func(id string, from core.AgentID, blocks int) core.Code {
-		code, _ := m.LoadArrived(now, core.LoadMessage{ID: core.TransferID(id), Peer: from, Grant: []byte("g"),
+		answer := m.Tell(now, core.LoadMessage{ID: core.TransferID(id), Peer: from, Grant: []byte("g"),
 			Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{make([]core.BlockID, blocks)}}})
 		m.Actions()
-		return code
+		return answer.(core.AnswerLoad).Code
 	}
 	claim := func(n int) core.Answer {
-		return m.RenewArrived(now, "claims", nil, []core.TransferID{core.TransferID(fmt.Sprint("c", n))})[0]
+		return m.Tell(now, core.RenewMessage{From: "claims", Claims: []core.TransferID{core.TransferID(fmt.Sprint("c", n))}}).(core.AnswerRenew).Answers[0]
 	}
 	for n := range 40 {
 		if a := claim(n); a.Status != core.StatusEarly {
@@ -45,7 +45,7 @@ func TestEarlyLoadsGiveWay(t *testing.T) {
 	}
 	left := 0
 	for n := range all {
-		if m.RenewArrived(now, core.AgentID(fmt.Sprint("d", n)), []core.TransferID{core.TransferID(fmt.Sprint("l", n))}, nil)[0].Status == core.StatusEarly {
+		if m.Tell(now, core.RenewMessage{From: core.AgentID(fmt.Sprint("d", n)), Loads: []core.TransferID{core.TransferID(fmt.Sprint("l", n))}}).(core.AnswerRenew).Answers[0].Status == core.StatusEarly {
 			left++
 		}
 	}

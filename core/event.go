@@ -1,52 +1,13 @@
 package core
 
-import (
-	"strconv"
-	"time"
-)
+import "time"
 
-// Code says how a half of a transfer ended; it is the code of the C API too.
-type Code int
+// Event is what has happened, as the user of a Machine tells it to [Machine.Step]. The concrete types follow.
+// A request is the engine's, a message is a peer's, and the others are outcomes of actions, and the time.
+type Event interface{ event() }
 
-// The codes of a transfer's end. 0 is success; calls use the lower numbers
-// (package status of the C header), transfers those from 20 on.
-const (
-	OK            Code = 0
-	Cancelled     Code = 20 // this side cancelled
-	PeerCancelled Code = 21 // the other side cancelled
-	PeerLost      Code = 22 // the other side is gone, stopped or was restarted
-	NotOffered    Code = 23 // nobody offered the transfer in time
-	Expired       Code = 24 // nobody loaded the offer while its lease ran
-	Refused       Code = 25 // the other side refused: limits, layouts, a second load
-	Unreachable   Code = 26 // the bootstrap address or the registry entry was not found
-	Failed        Code = 27 // the bytes could not be moved
-	Closed        Code = 28 // the agent was closed
-)
-
-var codeNames = map[Code]string{
-	OK: "ok", Cancelled: "cancelled", PeerCancelled: "peer-cancelled", PeerLost: "peer-lost", NotOffered: "not-offered",
-	Expired: "expired", Refused: "refused", Unreachable: "unreachable", Failed: "failed", Closed: "closed",
-}
-
-func (c Code) String() string {
-	if s, ok := codeNames[c]; ok {
-		return s
-	}
-	return "code-" + strconv.Itoa(int(c))
-}
-
-// Target names the prefill engine that a load is from, or, in a part, a rank of it.
-type Target struct {
-	Bootstrap      string // as the router gave it, "http://host:port"
-	EngineID       string
-	DPRank         int // -1: whichever has that EngineID
-	TPRank, PPRank int // of a part
-	// Engine, in a part, is how many ranks the engine must have; zero: it is not
-	// compared.
-	Engine Ranks
-}
-
-// OfferRequest is the engine's word that blocks hold a transfer. Of its Selection only
+// OfferRequest is the engine's word that blocks hold a transfer. They belong to the transfer until
+// its Report. Of its Selection only
 // First and Blocks count. P has no blocks before First.
 type OfferRequest struct {
 	ID TransferID
@@ -57,14 +18,17 @@ type OfferRequest struct {
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the
-// transfer when it has blocks for it.
+// transfer when it has blocks for it. P is asked to keep the transfer until then. A claim ends by
+// a LoadRequest, by Cancel, or after Options.Claim. Only with Options.ReportClaims can it have a
+// Report. A second claim of a transfer is no error.
 type ClaimRequest struct {
 	ID    TransferID
 	From  Target
 	Token uint64 // given back in the Report, if there is one
 }
 
-// LoadRequest is the engine's order to put a transfer into its blocks. The machine finds
+// LoadRequest is the engine's order to put a transfer into its blocks. They belong to the transfer
+// until its Report. The machine finds
 // out which ranks of the prefill engine have it. A Selection without blocks only tells P
 // that D needs nothing.
 type LoadRequest struct {
@@ -76,64 +40,28 @@ type LoadRequest struct {
 	After  Moment // from which on the blocks may be written, since nothing uses their old content any more; 0: they may be written
 }
 
-// FoundPart is one rank of a prefill engine that this agent loads from, where the transfer
-// has several parts.
-type FoundPart struct {
-	From    Target // that rank
-	Share   Share
-	Regions []uint32 // that are loaded from it, ascending; none: D needs nothing of it
-	Peer    AgentID
-	Opened  time.Time // as of Machine.Resolved
+// Announce is the engine's word that it knows the request and works on it: D may wait.
+type Announce struct{ ID TransferID }
+
+// Cancel ends this agent's half or halves of a transfer; each still gets its Report. If
+// the id is not known here yet, the cancel is remembered, so that a peer's load that comes
+// later is refused at once.
+type Cancel struct {
+	ID     TransferID
+	Reason string
 }
 
-// Side tells the halves of a transfer apart.
-type Side uint8
+// Withdraw gives the blocks of PartialOffers back to the engine, for instance because it
+// preempts the request. They are the engine's again when Reading says no. The request is
+// still known. When blocks of it are offered again, D loads it from the beginning.
+type Withdraw struct{ ID TransferID }
 
-// The two sides.
-const (
-	SideLoad   Side = 1
-	SideOffer  Side = 2
-	SideDemand Side = 3 // no half: a D demands an announced transfer, or the transfer needs no work; see Options.ReportDemands
-	SideClaim  Side = 4 // no half: a claim cannot succeed any more; see Options.ReportClaims
-)
-
-func (s Side) String() string { return [...]string{"", "load", "offer", "demand", "claim"}[s] }
-
-// Status is P's answer to a renewal, per transfer.
-type Status uint8
-
-// The statuses of a Renew reply.
-const (
-	StatusUnknown Status = 0 // never heard of, forgotten, or another agent's
-	StatusEarly   Status = 1 // D's claim or load is here, P's engine has not named the request yet
-	StatusPrefill Status = 2 // P's engine works on it
-	StatusOffered Status = 3 // blocks hold it
-	StatusSending Status = 4
-	StatusSent    Status = 5 // ended well
-	StatusEnded   Status = 6 // ended otherwise, as Code and Reason say
-	StatusRestart Status = 7 // P has withdrawn the blocks that it had begun to send; D is to load anew. Reason is the void grant's digest
-)
-
-// Answer is P's word on one transfer of a renewal.
-type Answer struct {
-	Status Status
-	Code   Code   // with StatusEnded
-	Reason string // with StatusEnded and StatusRestart
-}
-
-// LoadAnswer is P's word on a load.
-type LoadAnswer uint8
-
-// The answers to a load. Only LoadRefused comes with a Code other than OK.
-const (
-	LoadAccepted LoadAnswer = iota
-	LoadRefused             // as Code and Reason say; PeerLost: no answer came
-	LoadSayHello            // P does not know this agent: say hello first
-	LoadAbsent              // nobody listens at P's address: the agent was restarted, or is gone
-)
-
-func (a LoadAnswer) String() string {
-	return [...]string{"accepted", "refused", "say-hello", "absent"}[a]
+// Remapped says that the memory of a transfer of Given is another now: its blocks do not hold what was
+// offered, and what a load asks for must not come into them. So these halves fail, with this reason at
+// both sides. Halves without blocks go on.
+type Remapped struct {
+	ID     TransferID
+	Reason string
 }
 
 // LoadMessage is D's load as P's machine sees it.
@@ -147,120 +75,136 @@ type LoadMessage struct {
 	Match     *Match // of this agent's caches with D's; nil: they are alike
 }
 
-// Action is an order of a Machine to its user. The concrete types follow.
-type Action interface{ action() }
+// RenewMessage is D's renewal of its loads and claims. P answers by AnswerRenew.
+type RenewMessage struct {
+	From          AgentID
+	Loads, Claims []TransferID
+}
 
+// FinishMessage is a peer's word that its half has ended.
+type FinishMessage struct {
+	From   AgentID
+	ID     TransferID
+	Code   Code
+	Reason string
+}
+
+// RestartMessage is P's word that it has withdrawn the blocks of the load whose grant
+// has this digest.
+type RestartMessage struct {
+	From   AgentID
+	ID     TransferID
+	Digest string
+}
+
+// Outcomes of actions, of the user and of its transports, and the rest.
 type (
-	// Resolve: find the target and make it known. Answer with Resolved or, if the half has
-	// several parts, with ResolvedParts. Fresh says that the remembered agent of this target
-	// was found to be wrong. Seq comes back with the answer: an id may be in use again by
-	// then.
-	Resolve struct {
-		ID    TransferID
-		Seq   uint64
-		From  Target
-		Part  bool // From is a rank, and has no parts
-		Fresh bool
-	}
-	// Expect: arm the transport for these blocks; answer with Expecting.
-	Expect struct {
-		ID   TransferID
-		Peer AgentID
-		Selection
-	}
-	// SendLoad: send the load to P. If no answer comes, send it again, for less than
-	// Options.PeerTimeout. Answer with LoadAnswered.
-	SendLoad struct {
-		ID    TransferID
-		Seq   uint64
-		Peer  AgentID
-		Grant []byte
-		Selection
-		Prompt uint64
-		Lease  time.Duration
-	}
-	// SendRenew: renew these transfers at one P: those of which it has a load, and those
-	// that are only claimed. Answer with RenewReplied.
-	SendRenew struct {
-		Peer          AgentID
-		Loads, Claims []TransferID
-		More          bool // of a part of the answer: others of the same renewal follow
-	}
-	// SendProbe: ask a D whose connections broke whether it lives; answer with
-	// ProbeReplied.
-	SendProbe struct{ Peer AgentID }
-	// SendFinish: tell the peer how a transfer ended here. There is no answer. If the
-	// message is lost, the peer learns the end by a renewal or a lease.
-	SendFinish struct {
-		Peer   AgentID
+	// Resolved answers Resolve. A Code other than OK says why P's agent was not
+	// found or refused this one. Opened is an instant, on this machine's clock,
+	// before which that agent was not open for certain; zero if nothing is known.
+	Resolved struct {
 		ID     TransferID
+		Seq    uint64 // of the Resolve
+		Peer   AgentID
+		Opened time.Time
 		Code   Code
 		Reason string
 	}
-	// SendRestart: tell D that P has withdrawn the blocks of the load whose grant has this
-	// digest. There is no answer, as with SendFinish.
-	SendRestart struct {
-		Peer   AgentID
-		ID     TransferID
-		Digest string
-	}
-	// Forget: look the peer's target up again next time. Gone says that nobody listens
-	// there, so that nothing more need be asked of it.
-	Forget struct {
-		Peer AgentID
-		Gone bool
-	}
-	// Revoke: fence a load's blocks; answer with Revoked.
-	Revoke struct{ ID TransferID }
-	// Write: send blocks; the transport answers with Written. Src has the blocks that hold
-	// what Dst, the load's Selection, asks for. Begin and End are as of Match.PairsBetween.
-	// While there is an End, Writes that extend this one follow.
-	Write struct {
+	// ResolvedParts answers Resolve if this agent loads from the engine in parts. From then on
+	// the half is a fan-in of one part for each rank found.
+	ResolvedParts struct {
 		ID    TransferID
-		Peer  AgentID
+		Seq   uint64 // of the Resolve
+		Found []FoundPart
+	}
+	// Expecting answers Expect: the transport is armed and has given this grant, or Err says why not.
+	Expecting struct {
+		ID    TransferID
 		Grant []byte
-		Src   Selection
-		Dst   Selection
-		Match *Match
-
-		Begin, End []uint32
-		Extends    bool // it extends a write that has begun, unless that has ended
+		Err   error
 	}
-	// Await: say when this moment has passed, by MomentPassed, or that it cannot pass any
-	// more, by MomentFailed. It is asked once for as long as something waits for it. If
-	// nothing does any more, the answer is of no account.
-	Await struct{ Moment Moment }
-	// StopWrite: end a Write early; its Written still comes.
-	StopWrite struct{ ID TransferID }
-	// Report: tell the engine, once, how its half ended; its blocks are free.
-	Report struct {
-		ID        TransferID
-		Parts     []TransferID // as the transports knew them, if it had any
-		Side      Side
-		Transport string // that moved the bytes; set by the user of the Machine
-		Token     uint64
-		Code      Code
-		Reason    string
-		Blocks    int           // of all groups; of a demand: the first block of group 0 that is demanded
-		Wait      time.Duration // of a load: Elapsed without Stats.Nanos; of an offer: until the sending begins
-		Elapsed   time.Duration // from the engine's call to this report
-		State     string        // in which the half ended: "waiting", "sending" …
-		Peer      AgentID       // the other side's agent, if it was known
-		From      Target        // of a load
-		Stats     TransferStats
+	// LoadAnswered answers SendLoad.
+	LoadAnswered struct {
+		ID     TransferID
+		Seq    uint64 // of the SendLoad
+		Answer LoadAnswer
+		Code   Code
+		Reason string
 	}
+	// RenewReplied answers SendRenew, or a part of it: see SendRenew.Parts. Absent says that nobody listens
+	// at the peer's address; Err that no answer came.
+	RenewReplied struct {
+		SendRenew
+		Answers []Answer
+		Absent  bool
+		Err     error
+	}
+	// ProbeReplied answers SendProbe. Absent says that nobody listens at the peer's address. A
+	// peer that lives is absent too for a moment while it connects again. With Away it may be
+	// absent for as long as it takes to find another server. Err says that no answer came.
+	ProbeReplied struct {
+		Peer         AgentID
+		Absent, Away bool
+		Err          error
+	}
+	// MomentPassed answers Await.
+	MomentPassed struct{ Moment Moment }
+	// MomentFailed answers Await if the moment cannot pass any more: its device is lost, or its
+	// engine's work has failed. What waits for it ends with this reason.
+	MomentFailed struct {
+		Moment Moment
+		Err    error
+	}
+	// Received is the transport's outcome of an Expect.
+	Received struct {
+		ID    TransferID
+		Stats TransferStats
+		Err   error
+	}
+	// Revoked answers Revoke: no byte of the load can land any more.
+	Revoked struct{ ID TransferID }
+	// Written is the transport's outcome of a Write.
+	Written struct {
+		ID    TransferID
+		Stats TransferStats
+		Err   error
+	}
+	// PeerDown is a transport's word that the way to a peer broke. The machine asks at once
+	// whether the peer is gone too.
+	PeerDown struct{ Peer AgentID }
+	// Tick is the time. It ends claims, loads and offers that have waited too long, and renews leases.
+	Tick struct{}
+	// Close ends every transfer; the agent may go when Busy says no.
+	Close struct{}
+	// Abandon reports all halves that Close could not bring to an end. The user may tell it
+	// only when the transports are closed, so that no byte can move.
+	Abandon struct{}
 )
 
-func (Resolve) action()     {}
-func (Expect) action()      {}
-func (SendLoad) action()    {}
-func (Forget) action()      {}
-func (SendRenew) action()   {}
-func (SendProbe) action()   {}
-func (SendFinish) action()  {}
-func (SendRestart) action() {}
-func (Revoke) action()      {}
-func (Write) action()       {}
-func (Await) action()       {}
-func (StopWrite) action()   {}
-func (Report) action()      {}
+func (Announce) event()       {}
+func (PartialOffer) event()   {}
+func (OfferRequest) event()   {}
+func (ClaimRequest) event()   {}
+func (LoadRequest) event()    {}
+func (Cancel) event()         {}
+func (Withdraw) event()       {}
+func (Remapped) event()       {}
+func (LoadMessage) event()    {}
+func (RenewMessage) event()   {}
+func (FinishMessage) event()  {}
+func (RestartMessage) event() {}
+func (Resolved) event()       {}
+func (ResolvedParts) event()  {}
+func (Expecting) event()      {}
+func (LoadAnswered) event()   {}
+func (RenewReplied) event()   {}
+func (ProbeReplied) event()   {}
+func (MomentPassed) event()   {}
+func (MomentFailed) event()   {}
+func (Received) event()       {}
+func (Revoked) event()        {}
+func (Written) event()        {}
+func (PeerDown) event()       {}
+func (Tick) event()           {}
+func (Close) event()          {}
+func (Abandon) event()        {}

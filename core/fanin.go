@@ -65,28 +65,25 @@ func (s *sum) add(r *Report) {
 	s.stats.Via = cmp.Or(s.stats.Via, r.Stats.Via)
 }
 
-// ResolvedParts answers Resolve if this agent loads from the engine in parts. From then on
-// the half is a fan-in of one part for each rank found.
-func (m *Machine) ResolvedParts(now time.Time, id TransferID, seq uint64, found []FoundPart) {
-	m.event("ResolvedParts")
+func (m *Machine) stepResolvedParts(now time.Time, r ResolvedParts) {
 	defer m.settle(now)
-	if isPart(id) {
+	if isPart(r.ID) {
 		return
 	}
-	if f := m.farewells.get(id); f != nil && f.seq == seq {
-		for i := range found {
+	if f := m.farewells.get(r.ID); f != nil && f.seq == r.Seq {
+		for i := range r.Found {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
 				break
 			}
-			m.act(SendFinish{Peer: found[i].Peer, ID: found[i].Share.Part(id), Code: f.end.code, Reason: f.end.reason})
+			m.act(SendFinish{Peer: r.Found[i].Peer, ID: r.Found[i].Share.Part(r.ID), Code: f.end.code, Reason: f.end.reason})
 		}
 		m.dropFarewell(f)
 	}
-	if c := m.claims.get(id); c != nil && c.seq == seq && c.state.lookedUp() {
-		m.fanInClaim(now, c, found)
+	if c := m.claims.get(r.ID); c != nil && c.seq == r.Seq && c.state.lookedUp() {
+		m.fanInClaim(now, c, r.Found)
 	}
-	if ld := m.loads.get(id); ld != nil && ld.seq == seq && ld.state.lookedUp() {
-		m.fanInLoad(now, ld, found)
+	if ld := m.loads.get(r.ID); ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
+		m.fanInLoad(now, ld, r.Found)
 	}
 }
 

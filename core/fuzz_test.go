@@ -67,7 +67,7 @@ const fuzzTransfers = 4 // MaxTransfers: every limit is near
 type user struct {
 	t      *testing.T
 	in     []byte
-	m      *core.Machine
+	m      *core.Told
 	layout *core.Layout
 	match  *core.Match // with itself
 	now    time.Time
@@ -100,7 +100,7 @@ func newUser(t *testing.T, in []byte) *user {
 	}
 	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{}, prompts: map[core.TransferID]uint64{},
 		passed: map[core.Moment]bool{0: true}, holding: map[core.TransferID]core.Moment{}, free: map[core.TransferID]core.Moment{},
-		m: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute, ReportClaims: len(in)%2 == 1})}
+		m: &core.Told{Machine: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute, ReportClaims: len(in)%2 == 1})}}
 }
 
 // byte is the input's next choice; 0 when there is none.
@@ -166,45 +166,41 @@ func (u *user) failure() error {
 // grantDigest names the grant that every Expect of the fuzz test has.
 const grantDigest = "3492ad65d05a973f"
 
+func (u *user) tell(e core.Event) (answer core.Action) { return u.ledger.tell(u.m, u.now, e) }
+
 // next makes one call.
 func (u *user) next() {
-	m := u.m
 	switch u.byte() % 17 {
 	case 0:
-		_ = m.Announce(u.now, u.id())
+		u.tell(core.Announce{ID: u.id()})
 	case 1:
 		u.token++
 		r := core.OfferRequest{ID: u.id(), Selection: core.Selection{Blocks: u.blocks()}, Token: u.token, Prompt: u.token % 3, After: u.moment()}
-		if m.Offer(u.now, r) == nil {
+		if u.tell(r) == nil {
 			u.holding[r.ID] = r.After
-			u.ledger.accepted(core.SideOffer, r.Token)
 			u.offered[r.ID], u.prompts[r.ID] = r.Blocks, r.Prompt
 		}
 	case 2:
 		u.token++
-		_ = u.ledger.claim(m, u.now, core.ClaimRequest{ID: u.id(), From: u.target(), Token: u.token})
+		u.tell(core.ClaimRequest{ID: u.id(), From: u.target(), Token: u.token})
 	case 3:
 		u.token++
 		r := core.LoadRequest{ID: u.id(), From: u.target(), Selection: core.Selection{First: u.first(), Blocks: u.blocks()}, Token: u.token, After: u.moment()}
 		if len(r.First) == 0 {
 			r.First = nil
 		}
-		if m.Load(u.now, r) == nil {
+		if u.tell(r) == nil {
 			u.free[r.ID] = r.After
-			u.ledger.accepted(core.SideLoad, r.Token)
-			delete(u.ledger.claims, r.ID)
 		}
 	case 4:
-		if id := u.id(); m.Cancel(u.now, id, "") == nil {
-			delete(u.ledger.claims, id)
-		}
+		u.tell(core.Cancel{ID: u.id()})
 	case 5:
 		id, peer, grant := u.named(), u.peer(), u.byte()%3
-		code, _ := m.LoadArrived(u.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte{grant}, Prompt: uint64(grant), Selection: core.Selection{First: u.first(), Blocks: u.blocks(), Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})}, Lease: time.Duration(int8(u.byte())) * time.Second})
-		u.known(code)
+		answer := u.tell(core.LoadMessage{ID: id, Peer: peer, Grant: []byte{grant}, Prompt: uint64(grant), Selection: core.Selection{First: u.first(), Blocks: u.blocks(), Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})}, Lease: time.Duration(int8(u.byte())) * time.Second})
+		u.known(answer.(core.AnswerLoad).Code)
 	case 6:
 		loads, claims := u.ids(), u.ids()
-		answers := m.RenewArrived(u.now, u.peer(), loads, claims)
+		answers := u.tell(core.RenewMessage{From: u.peer(), Loads: loads, Claims: claims}).(core.AnswerRenew).Answers
 		if len(answers) != len(loads)+len(claims) {
 			u.t.Errorf("%d answers to a renewal of %q and %q", len(answers), loads, claims)
 		}
@@ -215,14 +211,14 @@ func (u *user) next() {
 			}
 		}
 	case 7:
-		m.FinishArrived(u.now, u.peer(), u.named(), u.code(), "said so")
+		u.tell(core.FinishMessage{From: u.peer(), ID: u.named(), Code: u.code(), Reason: "said so"})
 	case 8:
-		m.PeerDown(u.now, u.peer())
+		u.tell(core.PeerDown{Peer: u.peer()})
 	case 9: // up to a minute, also without a tick
 		u.now = u.now.Add(time.Duration(u.byte()) * time.Second / 4)
 	case 10:
 		u.now = u.now.Add(core.TickInterval)
-		m.Tick(u.now)
+		u.tell(core.Tick{})
 	case 11:
 		for range 1 + u.byte()%8 {
 			u.perform()
@@ -235,19 +231,16 @@ func (u *user) next() {
 			id := u.armed[i]
 			u.armed = slices.Delete(u.armed, i, i+1)
 			err := u.failure()
-			if err == nil {
-				u.ledger.disarmed(id)
-			}
-			m.Received(u.now, id, core.TransferStats{Bytes: uint64(u.byte()), Nanos: int64(u.byte())}, err)
+			u.tell(core.Received{ID: id, Stats: core.TransferStats{Bytes: uint64(u.byte()), Nanos: int64(u.byte())}, Err: err})
 		}
 	case 14:
 		b := u.byte()
-		m.ProbeReplied(u.now, u.peer(), b%2 == 0, b%4 == 0, u.failure())
+		u.tell(core.ProbeReplied{Peer: u.peer(), Absent: b%2 == 0, Away: b%4 == 0, Err: u.failure()})
 	case 15: // a renewal's answer that nobody asked for, or another one than was asked
 		r := core.SendRenew{Peer: u.peer(), Loads: u.ids(), Claims: u.ids()}
-		m.RenewReplied(u.now, r, u.answers(len(r.Loads)+len(r.Claims)), false, nil)
+		u.tell(core.RenewReplied{SendRenew: r, Answers: u.answers(len(r.Loads) + len(r.Claims))})
 	case 16:
-		m.RestartArrived(u.peer(), u.named(), pick(u, []string{"", "grant", grantDigest}))
+		u.tell(core.RestartMessage{From: u.peer(), ID: u.named(), Digest: pick(u, []string{"", "grant", grantDigest})})
 	}
 	u.collect()
 }

@@ -90,15 +90,14 @@ func (u *user) perform() {
 			u.t.Errorf("%q is expected before moment %d", v.ID, after)
 		}
 		if u.byte()%4 == 1 {
-			u.m.Expecting(u.now, v.ID, nil, errors.New("no place"))
+			u.tell(core.Expecting{ID: v.ID, Err: errors.New("no place")})
 			break
 		}
 		u.armed = append(u.armed, v.ID)
-		u.m.Expecting(u.now, v.ID, []byte("grant"), nil)
+		u.tell(core.Expecting{ID: v.ID, Grant: []byte("grant")})
 	case core.Revoke:
 		u.armed = slices.DeleteFunc(u.armed, func(id core.TransferID) bool { return id == v.ID })
-		u.ledger.disarmed(v.ID)
-		u.m.Revoked(u.now, v.ID)
+		u.tell(core.Revoked(v))
 	case core.SendFinish, core.SendRestart, core.Forget, core.StopWrite:
 	default:
 		u.asked = append(u.asked, a)
@@ -121,32 +120,32 @@ func (u *user) answer() {
 		peer := pick(u, []core.AgentID{"p", "q", "r"})
 		opened := pick(u, []time.Time{{}, u.now, u.now.Add(-time.Second), u.now.Add(-time.Minute)})
 		if !v.Part && code == core.OK && u.byte()%3 == 2 {
-			u.m.ResolvedParts(u.now, v.ID, v.Seq, u.found(opened))
+			u.tell(core.ResolvedParts{ID: v.ID, Seq: v.Seq, Found: u.found(opened)})
 			break
 		}
-		u.m.Resolved(u.now, v.ID, v.Seq, peer, opened, code, "as it is")
+		u.tell(core.Resolved{ID: v.ID, Seq: v.Seq, Peer: peer, Opened: opened, Code: code, Reason: "as it is"})
 	case core.SendLoad:
 		answer := core.LoadAnswer(u.byte() % 4)
 		code := core.OK
 		if answer == core.LoadRefused {
 			code = u.code()
 		}
-		u.m.LoadAnswered(u.now, v.ID, v.Seq, answer, code, "as it is")
+		u.tell(core.LoadAnswered{ID: v.ID, Seq: v.Seq, Answer: answer, Code: code, Reason: "as it is"})
 	case core.SendRenew:
-		u.m.RenewReplied(u.now, v, u.answers(len(v.Loads)+len(v.Claims)), u.byte()%4 == 3, u.failure())
+		u.tell(core.RenewReplied{SendRenew: v, Answers: u.answers(len(v.Loads) + len(v.Claims)), Absent: u.byte()%4 == 3, Err: u.failure()})
 	case core.SendProbe:
 		b := u.byte()
-		u.m.ProbeReplied(u.now, v.Peer, b%4 == 3, b%8 == 7, u.failure())
+		u.tell(core.ProbeReplied{Peer: v.Peer, Absent: b%4 == 3, Away: b%8 == 7, Err: u.failure()})
 	case core.Write:
 		delete(u.writing, v.ID)
-		u.m.Written(u.now, v.ID, core.TransferStats{Bytes: 1}, u.failure())
+		u.tell(core.Written{ID: v.ID, Stats: core.TransferStats{Bytes: 1}, Err: u.failure()})
 	case core.Await:
 		if err := u.failure(); err != nil {
-			u.m.MomentFailed(u.now, v.Moment, err)
+			u.tell(core.MomentFailed{Moment: v.Moment, Err: err})
 			break
 		}
 		u.passed[v.Moment] = true
-		u.m.MomentPassed(u.now, v.Moment)
+		u.tell(core.MomentPassed(v))
 	default:
 		u.t.Fatalf("unknown action %T", a)
 	}
@@ -155,8 +154,7 @@ func (u *user) answer() {
 
 // end closes the machine and performs the actions that are left: nothing may remain.
 func (u *user) end() {
-	u.m.Close(u.now)
-	clear(u.ledger.claims)
+	u.tell(core.Close{})
 	u.collect()
 	for range 10000 {
 		switch {
@@ -172,7 +170,7 @@ func (u *user) end() {
 			for _, fault := range u.ledger.broken {
 				u.t.Error(fault)
 			}
-			if err := u.m.Load(u.now, core.LoadRequest{ID: "late", From: core.Target{EngineID: "e"}}); !errors.Is(err, core.ErrClosed) {
+			if err := u.m.Try(u.now, core.LoadRequest{ID: "late", From: core.Target{EngineID: "e"}}); !errors.Is(err, core.ErrClosed) {
 				u.t.Errorf("a load after Close: %v", err)
 			}
 			return

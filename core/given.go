@@ -42,18 +42,14 @@ func (of *offer) given() bool {
 	return of.held.Count() > 0 || of.state.sending() || of.state.stopping()
 }
 
-// Remapped says that the memory of a transfer of Given is another now: its blocks do not hold what was
-// offered, and what a load asks for must not come into them. So these halves fail, with this reason at
-// both sides. Halves without blocks go on.
-func (m *Machine) Remapped(now time.Time, id TransferID, reason string) {
-	m.event("Remapped")
-	end := ending{fault.Pick("remapped-is-cancelled", Failed, Cancelled), reason}
-	if ld := m.loads.get(id); ld != nil && ld.Count() > 0 {
+func (m *Machine) stepRemapped(now time.Time, r Remapped) {
+	end := ending{fault.Pick("remapped-is-cancelled", Failed, Cancelled), r.Reason}
+	if ld := m.loads.get(r.ID); ld != nil && ld.Count() > 0 {
 		m.endLoad(now, ld, end, true)
 	}
-	m.endLoadParts(now, id, end)
+	m.endLoadParts(now, r.ID, end)
 	m.settle(now)
-	for _, of := range m.halfOf(id) {
+	for _, of := range m.halfOf(r.ID) {
 		if of.given() && !fault.On("remapped-is-offered") {
 			m.endOffer(now, of, end, true)
 		}

@@ -63,18 +63,43 @@ func (l *ledger) action(a core.Action) {
 	}
 }
 
-// claim notes a claim, unless the transfer is claimed or loaded already.
-func (l *ledger) claim(m *core.Machine, now time.Time, r core.ClaimRequest) error {
-	before := m.Untold()
-	err := m.Claim(now, r)
-	if m.Untold() > before {
-		l.claims[r.ID] = r.Token
+// tell tells a machine an event and notes what it promises by that.
+func (l *ledger) tell(m *core.Told, now time.Time, e core.Event) (answer core.Action) {
+	switch v := e.(type) {
+	case core.Received:
+		if v.Err == nil {
+			l.disarmed(v.ID)
+		}
+	case core.Revoked:
+		l.disarmed(v.ID)
+	case core.Abandon:
+		clear(l.armed) // the transports are closed
 	}
-	return err
+	before := m.Untold()
+	answer = m.Tell(now, e)
+	if _, refused := answer.(core.Refuse); refused {
+		return answer
+	}
+	switch v := e.(type) {
+	case core.LoadRequest:
+		l.accepted(core.SideLoad, v.Token)
+		delete(l.claims, v.ID)
+	case core.OfferRequest:
+		l.accepted(core.SideOffer, v.Token)
+	case core.ClaimRequest:
+		if m.Untold() > before { // else the transfer is claimed or loaded already
+			l.claims[v.ID] = v.Token
+		}
+	case core.Cancel:
+		delete(l.claims, v.ID)
+	case core.Close, core.Abandon:
+		clear(l.claims)
+	}
+	return answer
 }
 
 // untold checks that the machine counts the claims that may still be reported.
-func (l *ledger) untold(m *core.Machine) {
+func (l *ledger) untold(m *core.Told) {
 	if n := m.Untold(); n != len(l.claims) {
 		l.fault("%d claims may be reported, of %v", n, l.claims)
 	}

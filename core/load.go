@@ -61,9 +61,7 @@ type load struct {
 	stats   TransferStats
 }
 
-// Load asks for a transfer in the engine's blocks. They belong to the transfer
-// until its Report.
-func (m *Machine) Load(now time.Time, r LoadRequest) error {
+func (m *Machine) stepLoad(now time.Time, r LoadRequest) error {
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
@@ -78,7 +76,6 @@ func (m *Machine) Load(now time.Time, r LoadRequest) error {
 	if m.namedLoads(r.ID) >= m.opt.MaxTransfers && r.Count() > 0 {
 		return m.overload("loads")
 	}
-	m.event("Load")
 	m.count.Loaded++
 	defer m.settle(now)
 	if m.loadOfLost(&r) || m.loadClaimedParts(now, r) {
@@ -182,50 +179,46 @@ func (m *Machine) loadResolved(now time.Time, ld *load, peer AgentID, opened tim
 	m.reportLoad(ld)
 }
 
-// Expecting answers Expect.
-func (m *Machine) Expecting(now time.Time, id TransferID, grant []byte, err error) {
-	ld := m.loads.get(id)
+func (m *Machine) stepExpecting(now time.Time, e Expecting) {
+	ld := m.loads.get(e.ID)
 	if ld == nil || ld.state != loadExpecting {
 		return
 	}
-	m.event("Expecting")
 	defer m.settle(now)
 	switch {
-	case err != nil && ld.former == "" && !errors.Is(err, ErrMemory):
+	case e.Err != nil && ld.former == "" && !errors.Is(e.Err, ErrMemory):
 		m.move(ld, now.Add(m.patience()), false) // what is remembered of P is out of date, most likely
 		return
-	case err != nil:
-		m.endLoad(now, ld, ending{Failed, err.Error()}, true)
+	case e.Err != nil:
+		m.endLoad(now, ld, ending{Failed, e.Err.Error()}, true)
 		return
 	}
-	ld.grant = grant
-	m.loadTo(ld, loadRequesting, SendLoad{ID: id, Seq: ld.seq, Peer: ld.peer, Grant: grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: m.opt.Lease})
+	ld.grant = e.Grant
+	m.loadTo(ld, loadRequesting, SendLoad{ID: ld.id, Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: m.opt.Lease})
 }
 
-// LoadAnswered answers SendLoad.
-func (m *Machine) LoadAnswered(now time.Time, id TransferID, seq uint64, answer LoadAnswer, code Code, reason string) {
-	ld := m.loads.get(id)
-	if ld == nil || ld.seq != seq && !fault.On("stale-reply") || ld.state != loadRequesting {
+func (m *Machine) stepLoadAnswered(now time.Time, e LoadAnswered) {
+	ld := m.loads.get(e.ID)
+	if ld == nil || ld.seq != e.Seq && !fault.On("stale-reply") || ld.state != loadRequesting {
 		return
 	}
-	m.event("LoadAnswered")
 	defer m.settle(now)
 	switch {
-	case answer == LoadAccepted:
+	case e.Answer == LoadAccepted:
 		m.loadTo(ld, loadWaiting)
 		m.watch(now, ld.peer)
 		m.peers[ld.peer].heard = now
-	case answer == LoadAbsent && ld.former == "" && ld.keeper == "":
+	case e.Answer == LoadAbsent && ld.former == "" && ld.keeper == "":
 		m.move(ld, ld.begun.Add(m.patience()), true)
-	case answer == LoadAbsent:
-		m.endLoad(now, ld, ending{PeerLost, reason}, false)
-	case answer == LoadSayHello && ld.former == "":
+	case e.Answer == LoadAbsent:
+		m.endLoad(now, ld, ending{PeerLost, e.Reason}, false)
+	case e.Answer == LoadSayHello && ld.former == "":
 		m.move(ld, now.Add(m.patience()), false)
-	case answer == LoadSayHello:
-		m.endLoad(now, ld, ending{Failed, reason}, false)
+	case e.Answer == LoadSayHello:
+		m.endLoad(now, ld, ending{Failed, e.Reason}, false)
 	default: // without an answer P may have the load all the same
-		code = peerFailure(code)
-		m.endLoad(now, ld, ending{code, reason}, code == PeerLost)
+		code := peerFailure(e.Code)
+		m.endLoad(now, ld, ending{code, e.Reason}, code == PeerLost)
 	}
 }
 
@@ -277,31 +270,27 @@ func (m *Machine) restartLoad(ld *load, which string) {
 	m.fence(ld, loadRestarting)
 }
 
-// Received takes the transport's outcome of an Expect.
-func (m *Machine) Received(now time.Time, id TransferID, s TransferStats, err error) {
-	ld := m.loads.get(id)
+func (m *Machine) stepReceived(now time.Time, e Received) {
+	ld := m.loads.get(e.ID)
 	if ld == nil || !ld.state.armed() {
 		return
 	}
-	m.event("Received")
 	defer m.settle(now)
-	ld.stats = s
-	if err != nil {
+	ld.stats = e.Stats
+	if e.Err != nil {
 		// P may live, though its connections broke, and hold blocks for this load.
-		m.endLoad(now, ld, ending{transportCode(err), "receiving from prefill agent " + string(ld.peer) + ": " + err.Error()}, true)
+		m.endLoad(now, ld, ending{transportCode(e.Err), "receiving from prefill agent " + string(ld.peer) + ": " + e.Err.Error()}, true)
 		return
 	}
 	// The bytes are all here: the transport has nothing left to fence.
-	m.reportLoad(ld, SendFinish{Peer: ld.peer, ID: id, Code: OK})
+	m.reportLoad(ld, SendFinish{Peer: ld.peer, ID: ld.id, Code: OK})
 }
 
-// Revoked answers Revoke: no byte of the load can land any more.
-func (m *Machine) Revoked(now time.Time, id TransferID) {
-	ld := m.loads.get(id)
+func (m *Machine) stepRevoked(now time.Time, e Revoked) {
+	ld := m.loads.get(e.ID)
 	if ld == nil {
 		return
 	}
-	m.event("Revoked")
 	defer m.settle(now)
 	switch ld.state {
 	case loadRestarting:

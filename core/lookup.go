@@ -29,12 +29,8 @@ func lookUp(id TransferID, seq uint64, from Target, fresh bool) Resolve {
 	return Resolve{ID: id, Seq: seq, From: from, Part: isPart(id), Fresh: fresh}
 }
 
-// Resolved answers Resolve. A code other than OK says why P's agent was not
-// found or refused this one. opened is an instant, on this machine's clock,
-// before which that agent was not open for certain; zero if nothing is known.
-func (m *Machine) Resolved(now time.Time, id TransferID, seq uint64, peer AgentID, opened time.Time, code Code, reason string) {
-	m.event("Resolved")
-	m.resolved(now, id, seq, peer, opened, ending{code, reason})
+func (m *Machine) stepResolved(now time.Time, e Resolved) {
+	m.resolved(now, e.ID, e.Seq, e.Peer, e.Opened, ending{e.Code, e.Reason})
 	m.settle(now)
 }
 

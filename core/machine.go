@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/internal/invariants"
 )
 
-// Errors of a Machine's calls; they are wrapped with the value and the remedy.
+// Errors of a Refuse; they are wrapped with the value and the remedy.
 var (
 	ErrInvalid   = errors.New("invalid argument")
 	ErrDuplicate = errors.New("already under way")
@@ -19,7 +19,7 @@ var (
 	ErrClosed    = errors.New("agent is closed")
 )
 
-// TickInterval is how often Tick must be called while a Machine is busy.
+// TickInterval is how often a Machine must be told Tick while it is busy.
 const TickInterval = 100 * time.Millisecond
 
 // Defaults are the Options of an agent that sets none, and the only place of these
@@ -41,6 +41,9 @@ type Options struct {
 
 	// OnTransition hears of each change of a half's state, for tests; may be nil.
 	OnTransition func(Transition)
+	// OnStep hears of each step, for tests; may be nil. Only builds with the tag "invariants" have it: without the tag
+	// no event need be kept on the heap.
+	OnStep func(now time.Time, e Event, actions []Action)
 }
 
 func (o Options) withDefaults() Options {
@@ -95,7 +98,7 @@ type Machine struct {
 
 	outcomes []outcome // of the halves; settle takes them
 	actions  []Action
-	checks   int // calls of Actions, for the invariants
+	steps    int // for the invariants
 	taken    observer
 }
 
@@ -111,19 +114,103 @@ func New(layout *Layout, opt Options) *Machine {
 	}
 }
 
-// Actions returns the actions since the last call, in order.
-func (m *Machine) Actions() []Action {
+// accepted is the answer to most loads.
+var accepted Action = AnswerLoad{}
+
+// Step takes an event that has happened now, and returns what it brings about: the answer first, if the
+// event has one, and then what is to be done.
+func (m *Machine) Step(now time.Time, e Event) []Action {
+	m.taken.begin(e)
+	switch v := e.(type) {
+	case LoadMessage:
+		m.actions = append(make([]Action, 0, 2), nil)
+		code, reason := m.stepLoadMessage(now, v)
+		if m.actions[0] = accepted; code != OK || reason != "" {
+			m.actions[0] = AnswerLoad{code, reason}
+		}
+	case RenewMessage:
+		m.actions = append(make([]Action, 0, 2), nil)
+		answers := m.stepRenewMessage(now, v)
+		m.actions[0] = AnswerRenew{answers}
+	case FinishMessage:
+		m.stepFinishMessage(now, v)
+	case RestartMessage:
+		m.stepRestartMessage(v)
+	case Resolved:
+		m.stepResolved(now, v)
+	case ResolvedParts:
+		m.stepResolvedParts(now, v)
+	case Expecting:
+		m.stepExpecting(now, v)
+	case LoadAnswered:
+		m.stepLoadAnswered(now, v)
+	case RenewReplied:
+		m.stepRenewReplied(now, v)
+	case ProbeReplied:
+		m.stepProbeReplied(now, v)
+	case MomentPassed:
+		m.stepMomentPassed(now, v.Moment)
+	case MomentFailed:
+		m.stepMomentFailed(now, v)
+	case Received:
+		m.stepReceived(now, v)
+	case Revoked:
+		m.stepRevoked(now, v)
+	case Written:
+		m.stepWritten(now, v)
+	case PeerDown:
+		m.stepPeerDown(now, v.Peer)
+	case Remapped:
+		m.stepRemapped(now, v)
+	case Tick:
+		m.stepTick(now)
+	case Close:
+		m.stepClose(now)
+	case Abandon:
+		m.stepAbandon(now)
+	default:
+		if err := m.stepRequest(now, e); err != nil {
+			m.actions = slices.Insert(m.actions, 0, Action(Refuse{err}))
+		}
+	}
 	if invariants.Enabled {
-		// With many halves only some calls check, since a check looks at all of them.
-		if m.checks++; m.checks%(1+m.halves()/64) == 0 {
+		// With many halves only some steps check, since a check looks at all of them.
+		if m.steps++; m.steps%(1+m.halves()/64) == 0 {
 			m.checkInvariants()
 		}
 	}
-	m.taken.flush()
-	a := m.actions
+	m.taken.end()
+	actions := m.actions
 	m.actions = nil
-	return a
+	if invariants.Enabled && m.opt.OnStep != nil {
+		m.opt.OnStep(now, e, actions)
+	}
+	return actions
 }
+
+// stepRequest takes an event of the engine, or says why not.
+func (m *Machine) stepRequest(now time.Time, e Event) error {
+	switch v := e.(type) {
+	case Announce:
+		return m.stepAnnounce(now, v.ID)
+	case PartialOffer:
+		return m.stepPartialOffer(now, v)
+	case OfferRequest:
+		return m.stepOffer(now, v)
+	case ClaimRequest:
+		return m.stepClaim(now, v)
+	case LoadRequest:
+		return m.stepLoad(now, v)
+	case Cancel:
+		return m.stepCancel(now, v)
+	case Withdraw:
+		return m.stepWithdraw(now, v.ID)
+	}
+	return fmt.Errorf("%w: an event of no known type", ErrInvalid)
+}
+
+// Layout is what the machine was made for.
+func (m *Machine) Layout() *Layout { return m.layout }
 
 // Busy says whether anything waits for the time.
 func (m *Machine) Busy() bool { return m.halves() > 0 }
@@ -139,9 +226,7 @@ func (m *Machine) begin(now time.Time) {
 	}
 }
 
-// Tick ends claims, loads and offers that have waited too long, and renews leases.
-func (m *Machine) Tick(now time.Time) {
-	m.event("Tick")
+func (m *Machine) stepTick(now time.Time) {
 	m.noticePause(now)
 	m.tickMoments(now)
 	m.tickOffers(now)
@@ -151,18 +236,15 @@ func (m *Machine) Tick(now time.Time) {
 	m.tickPeers(now)
 }
 
-// Cancel ends this agent's half or halves of a transfer; each still gets its Report. If
-// the id is not known here yet, the cancel is remembered, so that a peer's load that comes
-// later is refused at once.
-func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
+func (m *Machine) stepCancel(now time.Time, e Cancel) error {
+	id := e.ID
 	if err := checkID(id); err != nil {
 		return err
 	}
 	if m.closed {
 		return ErrClosed
 	}
-	m.event("Cancel")
-	end := ending{Cancelled, cmp.Or(reason, "cancelled by the decode engine")}
+	end := ending{Cancelled, cmp.Or(e.Reason, "cancelled by the decode engine")}
 	decodes := m.farewells.get(id) != nil || m.wasLost(id)
 	if c := m.claims.get(id); c != nil {
 		decodes = true
@@ -177,15 +259,13 @@ func (m *Machine) Cancel(now time.Time, id TransferID, reason string) error {
 	}
 	m.settle(now)
 	if !decodes || m.halfOf(id) != nil {
-		m.cancelOffer(now, id, cmp.Or(reason, "cancelled by the prefill engine"))
+		m.cancelOffer(now, id, cmp.Or(e.Reason, "cancelled by the prefill engine"))
 		m.settle(now)
 	}
 	return nil
 }
 
-// Close ends every transfer; the agent may go when Busy says no.
-func (m *Machine) Close(now time.Time) {
-	m.event("Close")
+func (m *Machine) stepClose(now time.Time) {
 	m.closed = true
 	end := ending{Closed, "the decode agent was closed"}
 	for _, id := range sortedKeys(m.claims.byID) {
@@ -208,10 +288,7 @@ func (m *Machine) Close(now time.Time) {
 	}
 }
 
-// Abandon reports all halves that Close could not bring to an end. The user may call it
-// only when the transports are closed, so that no byte can move.
-func (m *Machine) Abandon(now time.Time) {
-	m.event("Abandon")
+func (m *Machine) stepAbandon(now time.Time) {
 	for _, id := range sortedKeys(m.claims.byID) {
 		m.claimTo(m.claims.get(id), claimNone)
 	}

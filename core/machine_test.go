@@ -36,7 +36,7 @@ type script struct {
 }
 
 type scripted struct {
-	*core.Machine
+	*core.Told
 	ledger *ledger
 }
 
@@ -61,26 +61,29 @@ func (s *script) run(c *coretest.Command) string {
 		s.now = time.Unix(0, 0).Add(at)
 	}
 	if what == "open" {
-		s.machines[name] = &scripted{s.open(c), newLedger()}
+		s.machines[name] = &scripted{&core.Told{Machine: s.open(c)}, newLedger()}
 		return ""
 	}
 	m := s.machines[name]
 	if m == nil {
 		s.t.Fatalf("%s: no machine %q", c.Pos, name)
 	}
-	said, err := s.event(m, what, c)
 	var out strings.Builder
-	if err != nil {
-		fmt.Fprintf(&out, "error: %v%s\n", err, sentinel(err))
-	}
-	if said != "" {
+	if said, ok := s.ask(m, what, s.id(c)); ok {
 		out.WriteString(said + "\n")
+	} else if what == "tick" || what == "sleep" {
+		s.tick(m, c)
+	} else if answer := m.ledger.tell(m.Told, s.now, s.event(what, c)); answer != nil {
+		out.WriteString(describe(answer) + "\n")
 	}
 	for _, a := range m.Actions() {
 		m.ledger.action(a)
 		out.WriteString(describe(a) + "\n")
 	}
-	m.ledger.untold(m.Machine)
+	if what == "withdraw" && m.Reading(s.id(c)) {
+		out.WriteString("its blocks are being read\n")
+	}
+	m.ledger.untold(m.Told)
 	return strings.ReplaceAll(out.String(), "\x00", "~")
 }
 
@@ -126,43 +129,11 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), Load: s.duration(c, "load", 0), Offer: s.duration(c, "offer", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
 }
 
-func (s *script) event(m *scripted, what string, c *coretest.Command) (said string, err error) {
-	id := partID(c.Word(2))
-	if n := s.number(c, "times", 1); n != 1 {
-		id = core.TransferID(strings.Repeat(string(id), int(n)))
-	}
-	peer := core.AgentID(c.Value("peer", ""))
-	absent := c.Value("absent", "") == "yes"
-	var failure error
-	if text := c.Value("err", ""); text != "" {
-		failure = transportError(text)
-	}
+// ask answers a question, which is no event; ok says that it is one.
+func (s *script) ask(m *scripted, what string, id core.TransferID) (said string, ok bool) {
 	switch what {
-	case "load":
-		r := core.LoadRequest{ID: id, Selection: core.Selection{Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens")}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c), From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
-		if err = m.Load(s.now, r); err == nil {
-			m.ledger.accepted(core.SideLoad, r.Token)
-			delete(m.ledger.claims, r.ID)
-		}
-	case "offer":
-		r := core.OfferRequest{ID: id, Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c)}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c)}
-		if err = m.Offer(s.now, r); err == nil {
-			m.ledger.accepted(core.SideOffer, r.Token)
-		}
-	case "announce":
-		err = m.Announce(s.now, id)
-	case "partial":
-		err = m.OfferPartial(s.now, core.PartialOffer{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", ""))), Prompt: s.number(c, "prompt", 0), After: s.moment(c)})
-	case "passed":
-		m.MomentPassed(s.now, core.Moment(s.parse(c, c.Word(2))))
-	case "failed":
-		m.MomentFailed(s.now, core.Moment(s.parse(c, c.Word(2))), failure)
-	case "withdraw":
-		if err = m.Withdraw(s.now, id); m.Reading(id) {
-			said = "its blocks are being read"
-		}
 	case "reading":
-		said = fmt.Sprint(m.Reading(id))
+		return fmt.Sprint(m.Reading(id)), true
 	case "given":
 		given := m.Given()
 		slices.Sort(given)
@@ -170,51 +141,101 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 		if m.AnyGiven() != (len(given) > 0) {
 			said += " and not"
 		}
+		return said, true
+	case "state":
+		if id != "" {
+			return fmt.Sprintf("load %s, offer %s", m.StateOf(core.SideLoad, id), m.StateOf(core.SideOffer, id)), true
+		}
+		n := m.Sizes()
+		return fmt.Sprintf("loads=%d offers=%d early=%d peers=%d ended=%d busy=%v", n.Loads, n.Offers, n.Early, n.Peers, n.Ended, m.Busy()), true
+	}
+	return "", false
+}
+
+// tick lets time pass: with "tick" the machine is told each TickInterval, with "sleep" once at the end, since the
+// process does not run for as long.
+func (s *script) tick(m *scripted, c *coretest.Command) {
+	if c.Word(2) == "" { // once, at now=
+		m.Tell(s.now, core.Tick{})
+		return
+	}
+	d, err := time.ParseDuration(c.Word(2))
+	if err != nil {
+		s.t.Fatalf("%s: %v", c.Pos, err)
+	}
+	every := core.TickInterval
+	if c.Word(1) == "sleep" {
+		every = d
+	}
+	for end := s.now.Add(d); s.now.Before(end); {
+		s.now = s.now.Add(min(end.Sub(s.now), every))
+		m.Tell(s.now, core.Tick{})
+	}
+}
+
+// id is the transfer of a command, times= times as long.
+func (s *script) id(c *coretest.Command) core.TransferID {
+	if n := s.number(c, "times", 1); n != 1 {
+		return core.TransferID(strings.Repeat(c.Word(2), int(n)))
+	}
+	return partID(c.Word(2))
+}
+
+// event reads the event of a command.
+func (s *script) event(what string, c *coretest.Command) core.Event {
+	id, peer, why := s.id(c), core.AgentID(c.Value("peer", "")), c.Value("why", "")
+	absent := c.Value("absent", "") == "yes"
+	var failure error
+	if text := c.Value("err", ""); text != "" {
+		failure = transportError(text)
+	}
+	switch what {
+	case "load":
+		return core.LoadRequest{ID: id, Selection: core.Selection{Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens")}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c), From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
+	case "offer":
+		return core.OfferRequest{ID: id, Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c)}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c)}
+	case "announce":
+		return core.Announce{ID: id}
+	case "partial":
+		return core.PartialOffer{ID: id, First: s.first(c), Blocks: s.blocks(c), Ready: s.list(c, "ready"), Regions: numbers(s, c, strings.Fields(c.Value("in", ""))), Prompt: s.number(c, "prompt", 0), After: s.moment(c)}
+	case "passed":
+		return core.MomentPassed{Moment: core.Moment(s.parse(c, c.Word(2)))}
+	case "failed":
+		return core.MomentFailed{Moment: core.Moment(s.parse(c, c.Word(2))), Err: failure}
+	case "withdraw":
+		return core.Withdraw{ID: id}
 	case "cancel":
-		if err = m.Cancel(s.now, id, c.Value("why", "")); err == nil {
-			delete(m.ledger.claims, id)
-		}
+		return core.Cancel{ID: id, Reason: why}
 	case "remapped":
-		m.Remapped(s.now, id, c.Value("why", ""))
+		return core.Remapped{ID: id, Reason: why}
 	case "resolved":
-		m.Resolved(s.now, id, s.number(c, "seq", 1), peer, s.instant(c, "opened"), s.code(c), c.Value("why", ""))
+		return core.Resolved{ID: id, Seq: s.number(c, "seq", 1), Peer: peer, Opened: s.instant(c, "opened"), Code: s.code(c), Reason: why}
 	case "found":
-		m.ResolvedParts(s.now, id, s.number(c, "seq", 1), s.found(c))
+		return core.ResolvedParts{ID: id, Seq: s.number(c, "seq", 1), Found: s.found(c)}
 	case "expecting":
-		m.Expecting(s.now, id, []byte(c.Value("grant", "")), failure)
+		return core.Expecting{ID: id, Grant: []byte(c.Value("grant", "")), Err: failure}
 	case "answered":
-		m.LoadAnswered(s.now, id, s.number(c, "seq", 1), s.answer(c), s.code(c), c.Value("why", ""))
+		return core.LoadAnswered{ID: id, Seq: s.number(c, "seq", 1), Answer: s.answer(c), Code: s.code(c), Reason: why}
 	case "restart":
-		m.RestartArrived(peer, id, c.Value("digest", ""))
+		return core.RestartMessage{From: peer, ID: id, Digest: c.Value("digest", "")}
 	case "received":
-		if failure == nil {
-			m.ledger.disarmed(id)
-		}
-		m.Received(s.now, id, s.stats(c), failure)
+		return core.Received{ID: id, Stats: s.stats(c), Err: failure}
 	case "revoked":
-		m.ledger.disarmed(id)
-		m.Revoked(s.now, id)
+		return core.Revoked{ID: id}
 	case "written":
-		m.Written(s.now, id, s.stats(c), failure)
+		return core.Written{ID: id, Stats: s.stats(c), Err: failure}
 	case "finish":
-		m.FinishArrived(s.now, peer, id, s.code(c), c.Value("why", ""))
+		return core.FinishMessage{From: peer, ID: id, Code: s.code(c), Reason: why}
 	case "loaded":
-		code, why := m.LoadArrived(s.now, core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")), Match: s.match(c), Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", "")))}, Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)})
-		said = strings.TrimSpace("answer " + code.String() + " " + why)
+		return core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")), Match: s.match(c), Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", "")))}, Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)}
 	case "renew":
-		said = "answer"
-		for _, a := range m.RenewArrived(s.now, peer, s.ids(c, "ids"), s.ids(c, "claims")) {
-			said += " " + statusNames[a.Status]
-			if a.Status >= core.StatusEnded {
-				said += fmt.Sprintf("(%v %s)", a.Code, a.Reason)
-			}
-		}
+		return core.RenewMessage{From: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}
 	case "renewed":
 		var answers []core.Answer
 		for _, w := range strings.Fields(c.Value("says", "")) {
 			a := core.Answer{Status: core.Status(slices.Index(statusNames, w))}
 			if a.Status >= core.StatusEnded {
-				a.Code, a.Reason = s.code(c), c.Value("why", "")
+				a.Code, a.Reason = s.code(c), why
 			}
 			answers = append(answers, a)
 		}
@@ -224,51 +245,18 @@ func (s *script) event(m *scripted, what string, c *coretest.Command) (said stri
 				a.Code, a.Reason = s.codeNamed(c, f[1]), f[2]
 			}
 		}
-		m.RenewReplied(s.now, core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims"), More: c.Value("more", "") == "yes"}, answers, absent, failure)
+		return core.RenewReplied{SendRenew: core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims"), More: c.Value("more", "") == "yes"}, Answers: answers, Absent: absent, Err: failure}
 	case "claim":
-		r := core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}, Token: s.number(c, "token", 0)}
-		err = m.ledger.claim(m.Machine, s.now, r)
+		return core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}, Token: s.number(c, "token", 0)}
 	case "probed":
-		m.ProbeReplied(s.now, peer, absent, c.Value("away", "") == "yes", failure)
+		return core.ProbeReplied{Peer: peer, Absent: absent, Away: c.Value("away", "") == "yes", Err: failure}
 	case "down":
-		m.PeerDown(s.now, peer)
-	case "tick":
-		if c.Word(2) == "" { // once, at now=
-			m.Tick(s.now)
-			break
-		}
-		d, err := time.ParseDuration(c.Word(2))
-		if err != nil {
-			s.t.Fatalf("%s: %v", c.Pos, err)
-		}
-		for end := s.now.Add(d); s.now.Before(end); {
-			s.now = s.now.Add(min(end.Sub(s.now), core.TickInterval))
-			m.Tick(s.now)
-		}
-	case "sleep": // the process does not run for as long
-		d, err := time.ParseDuration(c.Word(2))
-		if err != nil {
-			s.t.Fatalf("%s: %v", c.Pos, err)
-		}
-		s.now = s.now.Add(d)
-		m.Tick(s.now)
+		return core.PeerDown{Peer: peer}
 	case "close":
-		m.Close(s.now)
-		clear(m.ledger.claims)
+		return core.Close{}
 	case "abandon":
-		for id := range m.ledger.armed {
-			m.ledger.disarmed(id) // its transports are closed
-		}
-		m.Abandon(s.now)
-		clear(m.ledger.claims)
-	case "state":
-		n := m.Sizes()
-		said = fmt.Sprintf("loads=%d offers=%d early=%d peers=%d ended=%d busy=%v", n.Loads, n.Offers, n.Early, n.Peers, n.Ended, m.Busy())
-		if id != "" {
-			said = fmt.Sprintf("load %s, offer %s", m.StateOf(core.SideLoad, id), m.StateOf(core.SideOffer, id))
-		}
-	default:
-		s.t.Fatalf("%s: unknown event %q", c.Pos, what)
+		return core.Abandon{}
 	}
-	return said, err
+	s.t.Fatalf("%s: unknown event %q", c.Pos, what)
+	return nil
 }

@@ -48,9 +48,7 @@ func (m *Machine) awaitNot(at Moment) {
 	}
 }
 
-// MomentPassed answers Await.
-func (m *Machine) MomentPassed(now time.Time, at Moment) {
-	m.event("MomentPassed")
+func (m *Machine) stepMomentPassed(now time.Time, at Moment) {
 	for _, w := range m.waitersOf(at) {
 		of, ld := m.offers[w.id], m.loads.get(w.id)
 		switch {
@@ -63,15 +61,12 @@ func (m *Machine) MomentPassed(now time.Time, at Moment) {
 	}
 }
 
-// MomentFailed answers Await if the moment cannot pass any more: its device is lost, or its
-// engine's work has failed. What waits for it ends with this reason.
-func (m *Machine) MomentFailed(now time.Time, at Moment, err error) {
+func (m *Machine) stepMomentFailed(now time.Time, e MomentFailed) {
 	if fault.On("failed-is-passed") {
-		m.MomentPassed(now, at)
+		m.stepMomentPassed(now, e.Moment)
 		return
 	}
-	m.event("MomentFailed")
-	m.momentFails(now, at, fmt.Sprintf("has failed: %v", err))
+	m.momentFails(now, e.Moment, fmt.Sprintf("has failed: %v", e.Err))
 }
 
 // tickMoments gives up moments that have not passed in time.

@@ -10,17 +10,17 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-func newMachine(t *testing.T) *core.Machine {
+func newMachine(t *testing.T) *core.Told {
 	t.Helper()
 	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 1 << 14, Memory: core.DeviceMemory(0)}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	return core.New(l, core.Options{})
+	return &core.Told{Machine: core.New(l, core.Options{})}
 }
 
 // count says how many of a machine's actions are of each type.
-func count(m *core.Machine) map[string]int {
+func count(m *core.Told) map[string]int {
 	out := map[string]int{}
 	for _, a := range m.Actions() {
 		out[fmt.Sprintf("%T", a)]++
@@ -35,20 +35,20 @@ func TestMomentOfMany(t *testing.T) {
 	const loads = 1000
 	for i := range loads {
 		r := core.LoadRequest{ID: core.TransferID(fmt.Sprint(i)), From: core.Target{EngineID: "e"}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i)}}}, After: 5}
-		if err := m.Load(now, r); err != nil {
+		if err := m.Try(now, r); err != nil {
 			t.Fatal(err)
 		}
-		m.Resolved(now, r.ID, uint64(1+i), "p", time.Time{}, core.OK, "")
+		m.Tell(now, core.Resolved{ID: r.ID, Seq: uint64(1 + i), Peer: "p"})
 	}
 	if got := count(m); got["core.Await"] != 1 || got["core.Resolve"] != loads || got["core.Expect"] != 0 {
 		t.Errorf("before the moment: %v", got)
 	}
-	m.MomentPassed(now, 4) // nobody waits for it
-	m.MomentPassed(now, 5)
+	m.Tell(now, core.MomentPassed{Moment: 4}) // nobody waits for it
+	m.Tell(now, core.MomentPassed{Moment: 5})
 	if got := count(m); got["core.Expect"] != loads || len(got) != 1 {
 		t.Errorf("after the moment: %v", got)
 	}
-	if m.Abandon(now); m.Busy() || m.Sizes().Moments != 0 {
+	if m.Tell(now, core.Abandon{}); m.Busy() || m.Sizes().Moments != 0 {
 		t.Errorf("left: %+v", m.Sizes())
 	}
 }
@@ -62,10 +62,10 @@ func TestGrowthsInAnyOrder(t *testing.T) {
 	for i := range blocks {
 		blocks[i] = core.BlockID(i)
 	}
-	m.LoadArrived(now, core.LoadMessage{ID: "t", Peer: "d", Grant: []byte("g"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{blocks}}})
+	m.Tell(now, core.LoadMessage{ID: "t", Peer: "d", Grant: []byte("g"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{blocks}}})
 	for i := range most + 1 {
 		r := core.PartialOffer{ID: "t", Blocks: [][]core.BlockID{blocks[i : i+1]}, Ready: []uint32{uint32(i + 1)}, After: core.Moment(1 + i)}
-		switch err := m.OfferPartial(now, r); {
+		switch err := m.Try(now, r); {
 		case i < most && err != nil:
 			t.Fatal(err)
 		case i == most && !errors.Is(err, core.ErrOverload):
@@ -76,12 +76,12 @@ func TestGrowthsInAnyOrder(t *testing.T) {
 		t.Errorf("before the moments: %v", got)
 	}
 	for i := most; i > 1; i-- {
-		m.MomentPassed(now, core.Moment(i))
+		m.Tell(now, core.MomentPassed{Moment: core.Moment(i)})
 	}
 	if got := count(m); len(got) != 0 {
 		t.Errorf("before the first moment: %v", got)
 	}
-	m.MomentPassed(now, 1)
+	m.Tell(now, core.MomentPassed{Moment: 1})
 	actions := m.Actions()
 	if len(actions) != 1 {
 		t.Fatalf("after all moments: %v", actions)
@@ -89,23 +89,23 @@ func TestGrowthsInAnyOrder(t *testing.T) {
 	if w, ok := actions[0].(core.Write); !ok || !slices.Equal(w.End, []uint32{most}) {
 		t.Errorf("after all moments: %+v", actions[0])
 	}
-	m.Abandon(now)
+	m.Tell(now, core.Abandon{})
 }
 
 // TestNoMoment: without moments none are kept.
 func TestNoMoment(t *testing.T) {
 	m, now := newMachine(t), time.Unix(0, 0)
-	if err := m.Offer(now, core.OfferRequest{ID: "t", Selection: core.Selection{Blocks: [][]core.BlockID{{1}}}}); err != nil {
+	if err := m.Try(now, core.OfferRequest{ID: "t", Selection: core.Selection{Blocks: [][]core.BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.Load(now, core.LoadRequest{ID: "u", From: core.Target{EngineID: "e"}, Selection: core.Selection{Blocks: [][]core.BlockID{{2}}}}); err != nil {
+	if err := m.Try(now, core.LoadRequest{ID: "u", From: core.Target{EngineID: "e"}, Selection: core.Selection{Blocks: [][]core.BlockID{{2}}}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.Load(now, core.LoadRequest{ID: "v", From: core.Target{EngineID: "e"}, After: 3}); err != nil { // of no blocks
+	if err := m.Try(now, core.LoadRequest{ID: "v", From: core.Target{EngineID: "e"}, After: 3}); err != nil { // of no blocks
 		t.Fatal(err)
 	}
 	if got := count(m); got["core.Await"] != 0 || m.Sizes().Moments != 0 {
 		t.Errorf("%v, %+v", got, m.Sizes())
 	}
-	m.Abandon(now)
+	m.Tell(now, core.Abandon{})
 }

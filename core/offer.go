@@ -100,8 +100,7 @@ func (m *Machine) offerTo(of *offer, next offerState, does ...Action) {
 	m.act(does...)
 }
 
-// Announce says that the engine knows the request and works on it: D may wait.
-func (m *Machine) Announce(now time.Time, id TransferID) error {
+func (m *Machine) stepAnnounce(now time.Time, id TransferID) error {
 	if err := checkID(id); err != nil {
 		return err
 	}
@@ -115,7 +114,6 @@ func (m *Machine) Announce(now time.Time, id TransferID) error {
 	if err := m.checkDemand(id); err != nil {
 		return err
 	}
-	m.event("Announce")
 	if err := m.announce(now, id); err != nil {
 		return err
 	}
@@ -164,9 +162,7 @@ func (m *Machine) backEarly(id TransferID) (early []*offer, err error) {
 	return early, nil
 }
 
-// Offer says that blocks hold a transfer. They belong to the transfer until
-// its Report.
-func (m *Machine) Offer(now time.Time, r OfferRequest) error {
+func (m *Machine) stepOffer(now time.Time, r OfferRequest) error {
 	if err := checkID(r.ID); err != nil {
 		return err
 	}
@@ -185,7 +181,6 @@ func (m *Machine) Offer(now time.Time, r OfferRequest) error {
 			return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
 		}
 	}
-	m.event("Offer")
 	m.reportDemand(r.ID, OK, "", 0) // the engine did not wait for it
 	if t, gone := m.ended.get(r.ID); gone && half == nil {
 		if t.offered {

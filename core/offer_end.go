@@ -16,13 +16,11 @@ const maxElsewhere = 4
 // revokes the transfer, by another way than the bytes.
 const wordWithin = time.Second
 
-// Written takes the transport's outcome of a Write.
-func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err error) {
-	of := m.offers[id]
+func (m *Machine) stepWritten(now time.Time, e Written) {
+	of := m.offers[e.ID]
 	if of == nil {
 		return
 	}
-	m.event("Written")
 	defer m.settle(now)
 	switch {
 	case of.state == offerWithdrawing:
@@ -31,22 +29,22 @@ func (m *Machine) Written(now time.Time, id TransferID, s TransferStats, err err
 	case of.state == offerEnding, of.state == offerEndingWithdrawn:
 	case !of.state.sending():
 		return
-	case errors.Is(err, ErrOtherWay) && !of.landed && of.elsewhere < fault.Pick("elsewhere-for-ever", maxElsewhere, 1<<30):
+	case errors.Is(e.Err, ErrOtherWay) && !of.landed && of.elsewhere < fault.Pick("elsewhere-for-ever", maxElsewhere, 1<<30):
 		of.elsewhere++
 		of.sent = nil
 		m.startOver(now, of)
 		return
-	case err != nil && !of.landed:
-		of.nacked = errors.Is(err, ErrNotExpected)
-		of.end = ending{transportCode(err), "sending to decode agent " + string(of.load.Peer) + ": " + err.Error()}
-		m.act(SendFinish{Peer: of.load.Peer, ID: id, Code: peerCode(of.end.code), Reason: of.end.reason})
+	case e.Err != nil && !of.landed:
+		of.nacked = errors.Is(e.Err, ErrNotExpected)
+		of.end = ending{transportCode(e.Err), "sending to decode agent " + string(of.load.Peer) + ": " + e.Err.Error()}
+		m.act(SendFinish{Peer: of.load.Peer, ID: of.id, Code: peerCode(of.end.code), Reason: of.end.reason})
 		if of.nacked {
-			of.stats, of.deadline = s, now.Add(wordWithin)
+			of.stats, of.deadline = e.Stats, now.Add(wordWithin)
 			m.offerTo(of, offerRefused)
 			return
 		}
 	}
-	m.reportOffer(now, of, s)
+	m.reportOffer(now, of, e.Stats)
 }
 
 // cancelOffer ends P's half. If the half is not here yet, its end is remembered.

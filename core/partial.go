@@ -10,7 +10,9 @@ import (
 )
 
 // PartialOffer is the engine's word that some blocks of a transfer are ready, while it
-// computes the rest.
+// computes the rest: those that a D has asked for move meanwhile. An OfferRequest must follow, with
+// these blocks and the others, or Withdraw. If the transfer was given up meanwhile, the OfferRequest
+// tells its end; here that is no error.
 type PartialOffer struct {
 	ID     TransferID
 	First  []uint32    // per group, with its first blocks: as of Selection
@@ -27,11 +29,7 @@ type PartialOffer struct {
 	Computing []uint32
 }
 
-// OfferPartial says that some blocks of a transfer are ready: those that a D has asked for
-// move while the engine computes the rest. Offer must follow, with these blocks and the
-// others, or Withdraw. If the transfer was given up meanwhile, Offer tells its end; here
-// that is no error.
-func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
+func (m *Machine) stepPartialOffer(now time.Time, r PartialOffer) error {
 	if err := checkID(r.ID); err != nil {
 		return err
 	}
@@ -54,7 +52,6 @@ func (m *Machine) OfferPartial(now time.Time, r PartialOffer) error {
 	if err := m.checkPartialOffer(before, &r); err != nil {
 		return fmt.Errorf("%w: transfer %q: %w", ErrInvalid, string(r.ID), err)
 	}
-	m.event("OfferPartial")
 	if err := m.announce(now, r.ID); err != nil {
 		return err
 	}

@@ -15,10 +15,7 @@ type probe struct {
 	asking bool
 }
 
-// PeerDown takes a transport's word that the way to a peer broke. The machine asks at once
-// whether the peer is gone too.
-func (m *Machine) PeerDown(now time.Time, id AgentID) {
-	m.event("PeerDown")
+func (m *Machine) stepPeerDown(now time.Time, id AgentID) {
 	if p := m.peers[id]; p != nil {
 		p.next = now
 		m.tickPeers(now)
@@ -55,31 +52,27 @@ func (m *Machine) tickProbes(now time.Time) {
 	}
 }
 
-// ProbeReplied answers SendProbe. absent says that nobody listens at the peer's address. A
-// peer that lives is absent too for a moment while it connects again. With away it may be
-// absent for as long as it takes to find another server. err says that no answer came.
-func (m *Machine) ProbeReplied(now time.Time, id AgentID, absent, away bool, err error) {
-	p := m.probes[id]
+func (m *Machine) stepProbeReplied(now time.Time, e ProbeReplied) {
+	p := m.probes[e.Peer]
 	if p == nil {
 		return
 	}
-	m.event("ProbeReplied")
 	p.asking = false // again with the next tick
 	switch {
-	case absent:
+	case e.Absent:
 		// The first was asked between two ticks.
-		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(m.absence(away)/TickInterval), 1) {
+		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(m.absence(e.Away)/TickInterval), 1) {
 			return
 		}
-		delete(m.probes, id)
-		for _, tid := range m.offersOf(id) {
-			m.endOffer(now, m.offers[tid], ending{PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+		delete(m.probes, e.Peer)
+		for _, tid := range m.offersOf(e.Peer) {
+			m.endOffer(now, m.offers[tid], ending{PeerLost, fmt.Sprintf("decode agent %s is gone", e.Peer)}, false)
 			m.settle(now)
 		}
-	case err != nil:
+	case e.Err != nil:
 		p.absent = 0 // somebody listens, most likely
 	default:
-		delete(m.probes, id)
+		delete(m.probes, e.Peer)
 	}
 }
 

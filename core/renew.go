@@ -115,7 +115,7 @@ func (m *Machine) tickPeers(now time.Time) {
 }
 
 // Parts cuts the answers to a renewal up, for a user with a lock: see MaxLocked. Answers that
-// are not as many as the transfers stay whole, for RenewReplied to refuse.
+// are not as many as the transfers stay whole, for the machine to refuse.
 func (r SendRenew) Parts(answers []Answer) iter.Seq2[SendRenew, []Answer] {
 	return func(yield func(SendRenew, []Answer) bool) {
 		if len(answers) != len(r.Loads)+len(r.Claims) {
@@ -136,22 +136,20 @@ func (r SendRenew) Parts(answers []Answer) iter.Seq2[SendRenew, []Answer] {
 	}
 }
 
-// RenewReplied answers SendRenew. absent says that nobody listens at the peer's
-// address; err that no answer came.
-func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, absent bool, err error) {
+func (m *Machine) stepRenewReplied(now time.Time, r RenewReplied) {
 	p := m.peers[r.Peer]
 	if p == nil {
 		return
 	}
-	m.event("RenewReplied")
 	p.asking = r.More
 	m.noticePause(now)
-	if err == nil && !absent && len(answers) != len(r.Loads)+len(r.Claims) {
-		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(answers), len(r.Loads)+len(r.Claims))
+	err := r.Err
+	if err == nil && !r.Absent && len(r.Answers) != len(r.Loads)+len(r.Claims) {
+		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), len(r.Loads)+len(r.Claims))
 	}
-	if err != nil || absent {
-		if absent || now.Sub(p.heard) >= m.patience() {
-			m.peerGone(now, r.Peer, absent, fmt.Sprint(err))
+	if err != nil || r.Absent {
+		if r.Absent || now.Sub(p.heard) >= m.patience() {
+			m.peerGone(now, r.Peer, r.Absent, fmt.Sprint(err))
 			return
 		}
 		p.next = now // with the next tick
@@ -160,17 +158,17 @@ func (m *Machine) RenewReplied(now time.Time, r SendRenew, answers []Answer, abs
 	p.heard = now
 	for i, id := range r.Loads {
 		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadWaiting {
-			m.loadRenewed(now, ld, answers[i])
+			m.loadRenewed(now, ld, r.Answers[i])
 			m.settle(now)
 		}
 	}
 	for i, id := range r.Claims {
 		if c := m.claims.get(id); c != nil && c.peer == r.Peer && c.state.atPeer() {
-			m.claimAnswered(now, c, answers[len(r.Loads)+i])
+			m.claimAnswered(now, c, r.Answers[len(r.Loads)+i])
 			m.settle(now)
 		}
 		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadAwaiting {
-			m.loadKept(now, ld, answers[len(r.Loads)+i])
+			m.loadKept(now, ld, r.Answers[len(r.Loads)+i])
 			m.settle(now)
 		}
 	}

@@ -203,6 +203,19 @@ func describe(a core.Action) string {
 		return " (" + s + ")"
 	}
 	switch v := a.(type) {
+	case core.Refuse:
+		return fmt.Sprintf("error: %v%s", v.Err, sentinel(v.Err))
+	case core.AnswerLoad:
+		return strings.TrimSpace("answer " + v.Code.String() + " " + v.Reason)
+	case core.AnswerRenew:
+		said := "answer"
+		for _, a := range v.Answers {
+			said += " " + statusNames[a.Status]
+			if a.Status >= core.StatusEnded {
+				said += fmt.Sprintf("(%v %s)", a.Code, a.Reason)
+			}
+		}
+		return said
 	case core.Resolve:
 		fresh := ""
 		if v.Part {

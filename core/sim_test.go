@@ -27,10 +27,7 @@ var (
 	simOut   = flag.String("sim.out", "", "directory for the files of a seed that fails; empty: a temporary one")
 )
 
-var simWords = &sim.Words{
-	Action: describe,
-	Error:  func(err error) string { return fmt.Sprintf("error: %v%s", err, sentinel(err)) },
-}
+var simWords = &sim.Words{Action: describe}
 
 // TestSim runs seeds of the simulator, whose package comment describes a seed's run and
 // the checks.

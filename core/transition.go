@@ -2,6 +2,7 @@ package core
 
 import (
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 )
@@ -13,7 +14,7 @@ type Transition struct {
 	Actions               string // those of this half that the event brought about, sorted, each once
 }
 
-// observer collects each half's transitions between two events. Without tell it does
+// observer collects each half's transitions of a step. Without tell it does
 // nothing.
 type observer struct {
 	tell   func(Transition)
@@ -32,10 +33,11 @@ type observedAct struct {
 	name, half string // half "": of any
 }
 
-// event names the call of the machine's user that is going on.
-func (m *Machine) event(name string) {
-	m.taken.flush()
-	m.taken.event = name
+// begin notes the event of a step: its name is its type's.
+func (o *observer) begin(e Event) {
+	if o.tell != nil {
+		o.event = reflect.TypeOf(e).Name()
+	}
 }
 
 // because names what an event has brought about, for the halves that it reaches, until
@@ -103,8 +105,8 @@ func (o *observer) note(a Action) {
 	}
 }
 
-// flush tells the transitions that the last event has brought about.
-func (o *observer) flush() {
+// end tells the transitions that the event has brought about.
+func (o *observer) end() {
 	for i := range o.halves {
 		h := &o.halves[i]
 		if h.From == h.To {

@@ -1,6 +1,7 @@
 package core_test
 
 import (
+	"go/ast"
 	"go/parser"
 	"go/token"
 	"regexp"
@@ -104,7 +105,22 @@ func (table transitionTable) never() (out []string) {
 	return out
 }
 
-// TestTransitions: each state of the code is in the tables, and each of the tables in
+// eventTypes are the types of Event in event.go.
+func eventTypes(t testing.TB) (names []string) {
+	t.Helper()
+	f, err := parser.ParseFile(token.NewFileSet(), "event.go", nil, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range f.Decls {
+		if m, ok := d.(*ast.FuncDecl); ok && m.Name.Name == "event" {
+			names = append(names, m.Recv.List[0].Type.(*ast.Ident).Name)
+		}
+	}
+	return names
+}
+
+// TestTransitions: each state of the code is in the tables, and each state and event of the tables in
 // the code. TestSim and TestTranscripts check what happens.
 func TestTransitions(t *testing.T) {
 	states := map[string]map[string]bool{"claim": {}, "load": {}, "offer": {}}
@@ -113,6 +129,12 @@ func TestTransitions(t *testing.T) {
 			if s != "-" {
 				states[key.half][s] = true
 			}
+		}
+	}
+	brought, known := []string{"FanOut", "PartFails", "PeerGone"}, eventTypes(t) // by an event
+	for key := range readTransitions(t) {
+		if !slices.Contains(brought, key.event) && !slices.Contains(known, key.event) {
+			t.Errorf("the tables have the event %s, which is no type of Event", key.event)
 		}
 	}
 	for half, want := range core.StateNames() {

@@ -9,14 +9,10 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Withdraw gives the blocks of OfferPartial back to the engine, for instance because it
-// preempts the request. They are the engine's again when Reading says no. The request is
-// still known. When blocks of it are offered again, D loads it from the beginning.
-func (m *Machine) Withdraw(now time.Time, id TransferID) error {
+func (m *Machine) stepWithdraw(now time.Time, id TransferID) error {
 	if err := checkID(id); err != nil {
 		return err
 	}
-	m.event("Withdraw")
 	for i, of := range m.halfOf(id) {
 		if fault.On("forgets-shares") && i > 0 {
 			break

@@ -120,7 +120,7 @@ func newAgent(cfg Config, opt Options, identity *natsbus.Identity) *Agent {
 		gate: gate[core.AgentID]{most: maxSignals, mostEach: maxSignalsEach}}
 	opened := a.halves.clock.Now()
 	a.server = &server{id: a.id, cfg: &a.cfg, log: a.log, age: func() time.Duration { return a.halves.clock.Now().Sub(opened) },
-		caches: a.described, peers: a.peers, machine: a.halves, signals: a.signals, lifetime: a.ctx}
+		caches: a.described, peers: a.peers, halves: a.halves, signals: a.signals, lifetime: a.ctx}
 	return a
 }
 
@@ -246,20 +246,26 @@ func (a *Agent) newTransports(devs *devices.Devices) *transports {
 // use makes the machine for the memory of a layout, and the parts that work for it.
 func (a *Agent) use(layout *core.Layout, t *transports) error {
 	c := &caches{self: describe(&a.cfg, a.id, layout, t.endpoints(), t.lacks), transports: t}
-	say := &speaker{log: a.log, ask: a.ask, peers: a.peers, machine: a.halves}
+	say := &speaker{log: a.log, ask: a.ask, peers: a.peers, halves: a.halves}
 	c.queue = newPeerQueue(say, func(id core.TransferID) {
 		t.Revoke(id)
-		a.halves.Revoked(id)
+		a.halves.tell(core.Revoked{ID: id})
 	}, a.goRun)
 	f := &finder{cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.halves.clock, bus: a.bus, peers: a.peers,
-		layout: layout, self: c.self, transports: t, machine: a.halves, start: a.goRun}
-	c.performer = &performer{log: a.log, finder: f, peers: a.peers, transports: t, queue: c.queue, machine: a.halves,
+		layout: layout, self: c.self, transports: t, halves: a.halves, start: a.goRun}
+	c.performer = &performer{log: a.log, finder: f, peers: a.peers, transports: t, queue: c.queue, halves: a.halves,
 		partial: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesPartial += bytes }) }}
 	return a.halves.move(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
-		a.halves.machine = core.New(layout, core.Options{Lease: time.Duration(a.cfg.Lease), PeerTimeout: time.Duration(a.cfg.PeerTimeout),
-			EarlyLoad: time.Duration(a.cfg.EarlyLoad), MomentTimeout: time.Duration(a.cfg.MomentTimeout), Claim: time.Duration(a.cfg.Claim), Load: time.Duration(a.cfg.Load), Offer: time.Duration(a.cfg.Offer), MaxTransfers: a.cfg.MaxTransfers, ReportDemands: a.cfg.ReportDemands, ReportClaims: a.cfg.ReportClaims})
+		a.halves.machine = core.New(layout, a.cfg.machine())
 	})
+}
+
+// machine are the options of the agent's machine.
+func (c *Config) machine() core.Options {
+	return core.Options{Lease: time.Duration(c.Lease), PeerTimeout: time.Duration(c.PeerTimeout), EarlyLoad: time.Duration(c.EarlyLoad),
+		MomentTimeout: time.Duration(c.MomentTimeout), Claim: time.Duration(c.Claim), Load: time.Duration(c.Load), Offer: time.Duration(c.Offer),
+		MaxTransfers: c.MaxTransfers, ReportDemands: c.ReportDemands, ReportClaims: c.ReportClaims}
 }
 
 // described gives a server its answers' content; nil while no KV caches are
@@ -331,7 +337,7 @@ func (a *Agent) Close() error {
 		errs = append(errs, c.transports.Close())
 		if !drained {
 			// The transports are closed: nothing can land. The reports are still owed.
-			a.halves.Abandon()
+			a.halves.tell(core.Abandon{})
 		}
 		c.queue.wait(draining)
 	}

@@ -34,7 +34,9 @@ func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	if a.cfg.ReportDemands {
 		reports = 1
 	}
-	return each(a.halves, ids, reports, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Announce(now, id) })
+	return each(a.halves, ids, reports, func(now time.Time, id core.TransferID) error {
+		return a.halves.request(now, core.Announce{ID: id})
+	})
 }
 
 // renew comes before each call that gives blocks.
@@ -55,7 +57,7 @@ func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
 	if err := a.renew(); err != nil {
 		return 0, err
 	}
-	return each(a.halves, offers, 1, func(m *core.Machine, now time.Time, o core.OfferRequest) error { return m.Offer(now, o) })
+	return each(a.halves, offers, 1, func(now time.Time, o core.OfferRequest) error { return a.halves.request(now, o) })
 }
 
 // Claim tells prefill engines that this engine will load transfers as soon as
@@ -67,13 +69,13 @@ func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
 	if err := a.may(a.cfg.decodes(), "claim"); err != nil {
 		return 0, err
 	}
-	return each(a.halves, claims, 0, func(m *core.Machine, now time.Time, c core.ClaimRequest) error {
+	return each(a.halves, claims, 0, func(now time.Time, c core.ClaimRequest) error {
 		if a.cfg.ReportClaims {
 			if err := a.halves.fits(1); err != nil {
 				return err
 			}
 		}
-		return m.Claim(now, c)
+		return a.halves.request(now, c)
 	})
 }
 
@@ -88,14 +90,16 @@ func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
 			return 0, err
 		}
 	}
-	return each(a.halves, loads, 1, func(m *core.Machine, now time.Time, l core.LoadRequest) error { return m.Load(now, l) })
+	return each(a.halves, loads, 1, func(now time.Time, l core.LoadRequest) error { return a.halves.request(now, l) })
 }
 
 // Cancel ends this agent's halves of transfers; each half still gets its report. An
 // unknown id is remembered, and the peer's half of it is refused.
 func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
 	a.steps.end(ids)
-	return each(a.halves, ids, 0, func(m *core.Machine, now time.Time, id core.TransferID) error { return m.Cancel(now, id, reason) })
+	return each(a.halves, ids, 0, func(now time.Time, id core.TransferID) error {
+		return a.halves.request(now, core.Cancel{ID: id, Reason: reason})
+	})
 }
 
 // OfferPartial tells that blocks of transfers are ready while the engine still works on
@@ -140,10 +144,10 @@ func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Wri
 // blocks are taken back nevertheless.
 func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 	a.steps.end(ids)
-	err := a.halves.call(func(m *core.Machine, now time.Time) error {
+	err := a.halves.call(func(now time.Time) error {
 		var errs []error
 		for _, id := range ids {
-			errs = append(errs, m.Withdraw(now, id))
+			errs = append(errs, a.halves.request(now, core.Withdraw{ID: id}))
 		}
 		return errors.Join(errs...)
 	})

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/wire"
 )
 
 // ErrNotRegistered: a transfer was asked for before RegisterKVCaches.
@@ -25,9 +24,7 @@ const (
 )
 
 // halves are an agent's halves of transfers: the machine that decides about them,
-// its lock and clock, and the actions that wait to be performed. A method with the
-// name of one of core.Machine calls the machine's at this instant, also while the
-// agent closes, and does nothing while there is no machine.
+// its lock and clock, and the actions that wait to be performed.
 type halves struct {
 	clock   core.Clock
 	reports Reports
@@ -91,8 +88,7 @@ func (h *halves) close() bool {
 	}
 	h.state = stateClosing
 	if h.machine != nil {
-		h.machine.Close(h.clock.Now())
-		h.collect()
+		h.step(h.clock.Now(), core.Close{})
 	}
 	return true
 }
@@ -109,28 +105,34 @@ func (h *halves) whileRegistered(f func()) bool {
 	return true
 }
 
-// call makes calls of the engine.
-func (h *halves) call(f func(m *core.Machine, now time.Time) error) error {
+// call is a call of the engine: f runs under the lock.
+func (h *halves) call(f func(now time.Time) error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err := h.enter(stateRegistered); err != nil {
 		return err
 	}
-	err := f(h.machine, h.clock.Now())
-	h.collect()
-	return err
+	return f(h.clock.Now())
+}
+
+// request takes an event of the engine, or says why not; the lock is held.
+func (h *halves) request(now time.Time, e core.Event) error {
+	if refused, ok := h.step(now, e).(core.Refuse); ok {
+		return refused.Err
+	}
+	return nil
 }
 
 // each accepts a batch in order, up to the first element that is refused; n is the
 // number of elements before it. The engine gets as many reports of each element.
-func each[T any](h *halves, list []T, reports int, f func(m *core.Machine, now time.Time, v T) error) (n int, err error) {
-	err = h.call(func(m *core.Machine, now time.Time) error {
+func each[T any](h *halves, list []T, reports int, accept func(now time.Time, v T) error) (n int, err error) {
+	err = h.call(func(now time.Time) error {
 		for _, v := range list {
 			if err := h.fits(reports); err != nil {
 				return err
 			}
 			h.outstanding += reports
-			if err := f(m, now, v); err != nil {
+			if err := accept(now, v); err != nil {
 				h.outstanding -= reports
 				return err
 			}
@@ -143,7 +145,7 @@ func each[T any](h *halves, list []T, reports int, f func(m *core.Machine, now t
 
 // OfferPartial accepts parts of transfers.
 func (h *halves) OfferPartial(parts []core.PartialOffer) (int, error) {
-	return each(h, parts, 0, func(m *core.Machine, now time.Time, g core.PartialOffer) error { return m.OfferPartial(now, g) })
+	return each(h, parts, 0, func(now time.Time, p core.PartialOffer) error { return h.request(now, p) })
 }
 
 // fits says why n more reports may not fit; the lock is held. The machine counts
@@ -156,21 +158,34 @@ func (h *halves) fits(n int) error {
 	return nil
 }
 
-// event tells the machine of an event.
-func (h *halves) event(f func(m *core.Machine, now time.Time)) {
+// tell tells the machine of events of this instant, one after the other, and returns the answer to the last.
+// It does so also while the agent closes, and does nothing while there is no machine.
+func (h *halves) tell(events ...core.Event) (answer core.Action) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.machine != nil {
-		f(h.machine, h.clock.Now())
-		h.collect()
+	if h.machine == nil {
+		return nil
+	}
+	now := h.clock.Now()
+	for _, e := range events {
+		answer = h.step(now, e)
+	}
+	return answer
+}
+
+// renewReplied gives the lock back between the parts of a long answer.
+func (h *halves) renewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
+	for part, some := range v.Parts(answers) {
+		h.tell(core.RenewReplied{SendRenew: part, Answers: some, Absent: absent, Err: err})
 	}
 }
 
-// collect moves the machine's actions on; the lock is held. Reports go to the
-// engine at once, the rest to the run goroutine, in order.
-func (h *halves) collect() {
+// step tells the machine of one event and moves its actions on; the lock is held. The answer is the
+// caller's. Reports go to the engine at once, the rest to the run goroutine, in order.
+func (h *halves) step(now time.Time, e core.Event) core.Action {
+	answer, rest := core.Split(h.machine.Step(now, e))
 	n := len(h.actions)
-	for _, act := range h.machine.Actions() {
+	for _, act := range rest {
 		r, ok := act.(core.Report)
 		if !ok {
 			h.actions = append(h.actions, act)
@@ -187,6 +202,7 @@ func (h *halves) collect() {
 	if len(h.actions) > n || h.machine.Busy() {
 		h.signal()
 	}
+	return answer
 }
 
 func (h *halves) signal() {
@@ -259,82 +275,23 @@ func (h *halves) checkReads() {
 
 // Tick also wakes the run goroutine, which stops the ticker of an idle machine.
 func (h *halves) Tick() {
-	h.event(func(m *core.Machine, now time.Time) { m.Tick(now) })
+	h.tell(core.Tick{})
 	h.signal()
-}
-
-func (h *halves) Abandon() { h.event(func(m *core.Machine, now time.Time) { m.Abandon(now) }) }
-func (h *halves) Resolved(r core.Resolve, peer core.AgentID, opened time.Time, code core.Code, reason string) {
-	h.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, peer, opened, code, reason) })
-}
-func (h *halves) ResolvedParts(r core.Resolve, found []core.FoundPart) {
-	h.event(func(m *core.Machine, now time.Time) { m.ResolvedParts(now, r.ID, r.Seq, found) })
-}
-func (h *halves) Expecting(id core.TransferID, grant []byte, err error) {
-	h.event(func(m *core.Machine, now time.Time) { m.Expecting(now, id, grant, err) })
-}
-func (h *halves) LoadAnswered(v core.SendLoad, answer core.LoadAnswer, code core.Code, reason string) {
-	h.event(func(m *core.Machine, now time.Time) { m.LoadAnswered(now, v.ID, v.Seq, answer, code, reason) })
-}
-func (h *halves) RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
-	for part, some := range v.Parts(answers) {
-		h.event(func(m *core.Machine, now time.Time) { m.RenewReplied(now, part, some, absent, err) })
-	}
-}
-func (h *halves) ProbeReplied(peer core.AgentID, absent, away bool, err error) {
-	h.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, peer, absent, away, err) })
-}
-func (h *halves) Revoked(id core.TransferID) {
-	h.event(func(m *core.Machine, now time.Time) { m.Revoked(now, id) })
-}
-
-// moment tells that a moment has passed, or why nobody will know.
-func (h *halves) moment(at core.Moment, err error) {
-	h.event(func(m *core.Machine, now time.Time) {
-		if err != nil {
-			m.MomentFailed(now, at, err)
-		} else {
-			m.MomentPassed(now, at)
-		}
-	})
-}
-
-func (h *halves) LoadArrived(msg core.LoadMessage) (code core.Code, reason string) {
-	h.event(func(m *core.Machine, now time.Time) { code, reason = m.LoadArrived(now, msg) })
-	return code, reason
-}
-
-func (h *halves) RenewArrived(from core.AgentID, loads, claims []core.TransferID) (answers []core.Answer) {
-	h.event(func(m *core.Machine, now time.Time) { answers = m.RenewArrived(now, from, loads, claims) })
-	return answers
-}
-
-// FinishArrived takes all of a message at once.
-func (h *halves) FinishArrived(from core.AgentID, list []wire.Finish) {
-	h.event(func(m *core.Machine, now time.Time) {
-		for _, f := range list {
-			if id := core.TransferID(f.TransferID); f.Restart != "" {
-				m.RestartArrived(from, id, f.Restart)
-			} else {
-				m.FinishArrived(now, from, id, core.Code(f.Code), f.Reason)
-			}
-		}
-	})
 }
 
 var _ core.Sink = (*halves)(nil)
 
 // Received implements core.Sink.
 func (h *halves) Received(id core.TransferID, s core.TransferStats, err error) {
-	h.event(func(m *core.Machine, now time.Time) { m.Received(now, id, s, err) })
+	h.tell(core.Received{ID: id, Stats: s, Err: err})
 }
 
 // Written implements core.Sink.
 func (h *halves) Written(id core.TransferID, s core.TransferStats, err error) {
-	h.event(func(m *core.Machine, now time.Time) { m.Written(now, id, s, err) })
+	h.tell(core.Written{ID: id, Stats: s, Err: err})
 }
 
 // PeerDown implements core.Sink.
 func (h *halves) PeerDown(peer core.AgentID, _ error) {
-	h.event(func(m *core.Machine, now time.Time) { m.PeerDown(now, peer) })
+	h.tell(core.PeerDown{Peer: peer})
 }

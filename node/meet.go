@@ -28,7 +28,7 @@ type finder struct {
 	layout     *core.Layout
 	self       *wire.Agent
 	transports ways
-	machine    resolver
+	halves     *halves
 	start      func(name string, f func()) // runs f on a goroutine
 }
 
@@ -44,12 +44,6 @@ type ways interface {
 	ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]error, err error)
 	connect(peer core.AgentID, engine string, ways []way, absent map[string]error, rep *wire.Reply) error
 	settle(ctx context.Context, peer core.AgentID) error
-}
-
-// resolver takes the result of a look-up; the agent's halves.
-type resolver interface {
-	Resolved(r core.Resolve, peer core.AgentID, opened time.Time, code core.Code, reason string)
-	ResolvedParts(r core.Resolve, found []core.FoundPart)
 }
 
 // resolve answers from memory or starts one look-up for each target.
@@ -77,7 +71,7 @@ func (f *finder) resolve(r core.Resolve) {
 				f.resolved(w, found)
 				continue
 			}
-			f.machine.Resolved(w, "", time.Time{}, lookupCode(err), err.Error())
+			f.halves.tell(core.Resolved{ID: w.ID, Seq: w.Seq, Code: lookupCode(err), Reason: err.Error()})
 		}
 	})
 }
@@ -85,10 +79,10 @@ func (f *finder) resolve(r core.Resolve) {
 // resolved tells the machine the result: one agent, or several to load from.
 func (f *finder) resolved(r core.Resolve, found []core.FoundPart) {
 	if p := &found[0]; r.Part || len(found) == 1 && p.Share.Of == 1 {
-		f.machine.Resolved(r, p.Peer, p.Opened, core.OK, "")
+		f.halves.tell(core.Resolved{ID: r.ID, Seq: r.Seq, Peer: p.Peer, Opened: p.Opened})
 		return
 	}
-	f.machine.ResolvedParts(r, found)
+	f.halves.tell(core.ResolvedParts{ID: r.ID, Seq: r.Seq, Found: found})
 }
 
 func lookupCode(err error) core.Code {

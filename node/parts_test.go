@@ -1,3 +1,5 @@
+//go:build invariants
+
 package node
 
 import (
@@ -10,31 +12,25 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// partsTaken is a machine that notes how many transfers it is given at a time.
+// partsTaken notes how many transfers a machine is told of in one step, or in one hold of the agent's lock.
 type partsTaken struct {
-	arrivals
-	sizes []int
+	clock *countedClock
+	holds map[int]int // by the hold of the lock
 	seen  map[core.TransferID]int
 }
 
-func (p *partsTaken) take(ids ...core.TransferID) {
-	p.sizes = append(p.sizes, len(ids))
+func (p *partsTaken) step(_ time.Time, e core.Event, _ []core.Action) {
+	var ids []core.TransferID
+	switch v := e.(type) {
+	case core.RenewMessage:
+		ids = slices.Concat(v.Loads, v.Claims)
+	case core.FinishMessage:
+		ids = []core.TransferID{v.ID}
+	}
+	p.holds[p.clock.asked] += len(ids)
 	for _, id := range ids {
 		p.seen[id]++
 	}
-}
-
-func (p *partsTaken) RenewArrived(_ core.AgentID, loads, claims []core.TransferID) []core.Answer {
-	p.take(slices.Concat(loads, claims)...)
-	return make([]core.Answer, len(loads)+len(claims))
-}
-
-func (p *partsTaken) FinishArrived(_ core.AgentID, list []wire.Finish) {
-	ids := make([]core.TransferID, len(list))
-	for i, f := range list {
-		ids[i] = core.TransferID(f.TransferID)
-	}
-	p.take(ids...)
 }
 
 // TestMessagesOfManyTransfers: of the longest messages a few transfers are looked up at a time,
@@ -84,14 +80,14 @@ func TestMessagesOfManyTransfers(t *testing.T) {
 		if rep := a.server.serve("via", met); rep.Code != 0 {
 			t.Fatalf("a hello that fits is refused: %+v", rep)
 		}
-		taken := &partsTaken{seen: map[core.TransferID]int{}}
-		a.server.machine = taken
+		taken := &partsTaken{clock: &countedClock{Clock: a.halves.clock}, holds: map[int]int{}, seen: map[core.TransferID]int{}}
+		a.halves.clock, a.halves.machine = taken.clock, core.New(a.halves.machine.Layout(), core.Options{OnStep: taken.step})
 		req.From = c.from
 		rep := a.server.serve("via", req)
 		if req.Kind == wire.KindRenew && len(rep.Statuses) != 2048 {
 			t.Errorf("%s: %d statuses", what, len(rep.Statuses))
 		}
-		for _, n := range taken.sizes {
+		for _, n := range taken.holds {
 			if n > core.MaxLocked || n > 64 {
 				t.Errorf("%s: %d are looked up at a time", what, n)
 			}
@@ -107,8 +103,8 @@ func TestMessagesOfManyTransfers(t *testing.T) {
 	}
 }
 
-// countedClock counts how often the time is asked for: once for each event of the machine,
-// which takes the lock.
+// countedClock counts how often the time is asked for: once for each hold of the lock in which the
+// machine is told something.
 type countedClock struct {
 	core.Clock
 	asked int
@@ -125,12 +121,12 @@ func TestAnswerOfManyTransfers(t *testing.T) {
 	clock := &countedClock{Clock: a.halves.clock}
 	a.halves.clock = clock
 	renewal := core.SendRenew{Peer: "p", Loads: make([]core.TransferID, 4096)}
-	a.halves.RenewReplied(renewal, make([]core.Answer, 4096), false, nil)
+	a.halves.renewReplied(renewal, make([]core.Answer, 4096), false, nil)
 	if clock.asked != 4096/core.MaxLocked {
 		t.Errorf("4096 answers are %d events", clock.asked)
 	}
 	clock.asked = 0
-	if a.halves.RenewReplied(renewal, nil, false, core.ErrAbsent); clock.asked != 1 {
+	if a.halves.renewReplied(renewal, nil, false, core.ErrAbsent); clock.asked != 1 {
 		t.Errorf("no answer is %d events", clock.asked)
 	}
 }

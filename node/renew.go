@@ -51,11 +51,11 @@ func (t *transports) renew(h *halves) error {
 	if err != nil {
 		t.lines.Do(func(note string) { t.log.Warn("the KV caches' memory is not there"+note, zap.Error(err)) })
 	}
-	return h.call(func(m *core.Machine, _ time.Time) error {
+	return h.call(func(time.Time) error {
 		if t.devices.Epoch() != epoch { // another thread's call has renewed it, and may have begun in the new memory
 			return nil
 		}
-		if err := inUse(m, changed); err != nil {
+		if err := inUse(h.machine, changed); err != nil {
 			return err
 		}
 		if err != nil || !renewal.Take() {
@@ -79,9 +79,9 @@ func inUse(m *core.Machine, changed error) error {
 // endGiven ends what was begun in the memory of before.
 func (t *transports) endGiven(h *halves, epoch uint64, changed error) error {
 	var given []core.TransferID
-	err := h.call(func(m *core.Machine, _ time.Time) error {
+	err := h.call(func(time.Time) error {
 		if t.devices.Epoch() == epoch {
-			given = m.Given()
+			given = h.machine.Given()
 		}
 		return nil
 	})
@@ -94,14 +94,14 @@ func (t *transports) endGiven(h *halves, epoch uint64, changed error) error {
 		if err != nil {
 			return err
 		}
-		err = h.call(func(m *core.Machine, now time.Time) error {
+		err = h.call(func(now time.Time) error {
 			for _, id := range some {
 				if t.devices.Epoch() == epoch { // else the id may be in use again, in the new memory
-					m.Remapped(now, id, changed.Error())
+					h.step(now, core.Remapped{ID: id, Reason: changed.Error()})
 				}
 			}
 			if some[len(some)-1] == given[len(given)-1] && t.devices.Epoch() == epoch {
-				return inUse(m, changed)
+				return inUse(h.machine, changed)
 			}
 			return nil
 		})

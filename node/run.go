@@ -53,15 +53,8 @@ type performer struct {
 	peers      *peerTable
 	transports *transports
 	queue      *peerQueue
-	machine    outcomes
+	halves     *halves
 	partial    func(bytes uint64) // counts bytes that a transport gets while the engine still computes
-}
-
-// outcomes takes the outcome of an action that is known at once; the agent's halves.
-type outcomes interface {
-	Expecting(id core.TransferID, grant []byte, err error)
-	Written(id core.TransferID, s core.TransferStats, err error)
-	moment(m core.Moment, err error)
 }
 
 func (p *performer) perform(act core.Action) {
@@ -70,7 +63,7 @@ func (p *performer) perform(act core.Action) {
 		p.finder.resolve(v)
 	case core.Expect:
 		grant, err := p.expect(v)
-		p.machine.Expecting(v.ID, grant, err)
+		p.halves.tell(core.Expecting{ID: v.ID, Grant: grant, Err: err})
 	case core.SendLoad:
 		p.queue.load(v)
 	case core.SendRenew:
@@ -92,12 +85,21 @@ func (p *performer) perform(act core.Action) {
 	case core.Write:
 		p.write(v)
 	case core.Await:
-		p.transports.devices.Await(v.Moment, func(err error) { p.machine.moment(v.Moment, err) })
+		p.transports.devices.Await(v.Moment, func(err error) { p.awaited(v.Moment, err) })
 	case core.StopWrite:
 		p.transports.Stop(v.ID)
 	default:
 		p.log.Error("unknown action", zap.String("type", fmt.Sprintf("%T", act)))
 	}
+}
+
+// awaited tells that a moment has passed, or why nobody will know.
+func (p *performer) awaited(at core.Moment, err error) {
+	if err != nil {
+		p.halves.tell(core.MomentFailed{Moment: at, Err: err})
+		return
+	}
+	p.halves.tell(core.MomentPassed{Moment: at})
 }
 
 func (p *performer) expect(v core.Expect) (grant []byte, err error) {
@@ -120,7 +122,7 @@ func (p *performer) write(v core.Write) {
 			p.transports.Stop(v.ID)
 			return
 		}
-		p.machine.Written(v.ID, core.TransferStats{}, err)
+		p.halves.tell(core.Written{ID: v.ID, Err: err})
 	}
 	if p.peers.get(v.Peer) == nil {
 		fail(fmt.Errorf("decode agent %s is not known any more", v.Peer))

@@ -15,32 +15,28 @@ import (
 
 // speaker sends the machine's messages to peers, and gives it their answers.
 type speaker struct {
-	log     *zap.Logger
-	ask     *asker
-	peers   *peerTable
-	machine replies
-}
-
-// replies takes the answers; the agent's halves.
-type replies interface {
-	LoadAnswered(v core.SendLoad, answer core.LoadAnswer, code core.Code, reason string)
-	RenewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error)
-	ProbeReplied(peer core.AgentID, absent, away bool, err error)
+	log    *zap.Logger
+	ask    *asker
+	peers  *peerTable
+	halves *halves
 }
 
 func (s *speaker) load(v core.SendLoad) {
+	answered := func(answer core.LoadAnswer, code core.Code, reason string) {
+		s.halves.tell(core.LoadAnswered{ID: v.ID, Seq: v.Seq, Answer: answer, Code: code, Reason: reason})
+	}
 	groups := make([]wire.Blocks, len(v.Blocks))
 	for g := range groups {
 		groups[g] = wire.Blocks{First: v.First[g], IDs: v.Blocks[g]}
 	}
 	if s.peers.lost(v.Peer) {
 		// P was found gone while this load waited: no need to find out again.
-		s.machine.LoadAnswered(v, core.LoadAbsent, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
+		answered(core.LoadAbsent, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
 		return
 	}
 	began := time.Now()
 	if s.peers.deaf(v.Peer, began) {
-		s.machine.LoadAnswered(v, core.LoadRefused, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
+		answered(core.LoadRefused, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
 		return
 	}
 	transport, grant := unmark(v.Grant)
@@ -71,7 +67,7 @@ func (s *speaker) load(v core.SendLoad) {
 	if err == nil {
 		s.peers.answered(v.Peer)
 	}
-	s.machine.LoadAnswered(v, answer, code, reason)
+	answered(answer, code, reason)
 }
 
 // maxRenew bounds the transfers that one renewal names, so that it fits into
@@ -94,7 +90,7 @@ func (s *speaker) renew(v core.SendRenew) {
 			}
 		}
 	}
-	s.machine.RenewReplied(v, answers, gone(err), err)
+	s.halves.renewReplied(v, answers, gone(err), err)
 }
 
 // renewPart asks for some of the claims, or of the loads.
@@ -137,7 +133,7 @@ func (s *speaker) probe(v core.SendProbe) {
 	// The wait is short, since a message is lost while D's link breaks, and the machine asks again.
 	_, err := accepted(s.ask.within(s.ask.peerTimeout/10, v.Peer, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}))
 	// D's links broke too, so that it may come back: the machine gives it time.
-	s.machine.ProbeReplied(v.Peer, errors.Is(err, core.ErrAbsent), errors.Is(err, core.ErrAway), err)
+	s.halves.tell(core.ProbeReplied{Peer: v.Peer, Absent: errors.Is(err, core.ErrAbsent), Away: errors.Is(err, core.ErrAway), Err: err})
 }
 
 // finish tells how transfers have ended here.

@@ -24,18 +24,11 @@ type server struct {
 	age      func() time.Duration                     // for how long the agent has been open
 	caches   func() (self *wire.Agent, t *transports) // nil while no KV caches are registered, and after a registration that failed
 	peers    *peerTable
-	machine  arrivals
+	halves   *halves
 	signals  *signalling
 	guests   *guests                               // nil where no other rank can join
 	lifetime context.Context                       // ends with the agent
 	lines    struct{ hellos, joins ratelog.Limit } // about those that are refused: each may ask as often as it likes
-}
-
-// arrivals takes peers' requests that the machine answers; the agent's halves.
-type arrivals interface {
-	LoadArrived(msg core.LoadMessage) (core.Code, string)
-	RenewArrived(from core.AgentID, loads, claims []core.TransferID) []core.Answer
-	FinishArrived(from core.AgentID, list []wire.Finish)
 }
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
@@ -80,7 +73,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 			return sayHello() // nothing of it is under way here
 		}
 		for part := range slices.Chunk(req.Finishes, core.MaxLocked) {
-			s.machine.FinishArrived(from, part)
+			s.finished(from, part)
 		}
 		return &wire.Reply{}
 	case wire.KindJoin:
@@ -153,15 +146,37 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)
 	}
-	code, reason := s.machine.LoadArrived(msg)
-	if code == core.OK && !p.works.Load() {
-		for _, ans := range s.machine.RenewArrived(from, []core.TransferID{msg.ID}, nil) {
+	answer, ok := s.halves.tell(msg).(core.AnswerLoad)
+	if !ok { // the registration has failed since
+		return sayHello()
+	}
+	if answer.Code == core.OK && !p.works.Load() {
+		for _, ans := range s.renewed(core.RenewMessage{From: from, Loads: []core.TransferID{msg.ID}}) {
 			if ans.Status != core.StatusUnknown && ans.Status != core.StatusEarly { // the engine has named it; it may have ended already
 				p.works.Store(true)
 			}
 		}
 	}
-	return &wire.Reply{Code: int(code), Reason: reason}
+	return &wire.Reply{Code: int(answer.Code), Reason: answer.Reason}
+}
+
+// finished takes what a peer says of transfers' ends.
+func (s *server) finished(from core.AgentID, list []wire.Finish) {
+	events := make([]core.Event, len(list))
+	for i, f := range list {
+		if id := core.TransferID(f.TransferID); f.Restart != "" {
+			events[i] = core.RestartMessage{From: from, ID: id, Digest: f.Restart}
+		} else {
+			events[i] = core.FinishMessage{From: from, ID: id, Code: core.Code(f.Code), Reason: f.Reason}
+		}
+	}
+	s.halves.tell(events...)
+}
+
+// renewed returns the answers to a renewal.
+func (s *server) renewed(r core.RenewMessage) []core.Answer {
+	answer, _ := s.halves.tell(r).(core.AnswerRenew)
+	return answer.Answers
 }
 
 func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
@@ -169,12 +184,12 @@ func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 	// Only a peer that has said hello has transfers here. Other peers learn that this agent
 	// lives.
 	if p := s.peers.get(from); p != nil && p.out != nil {
-		s.machine.RenewArrived(from, nil, nil) // it lives
+		s.renewed(core.RenewMessage{From: from}) // it lives
 		for part := range slices.Chunk(r.Loads, core.MaxLocked) {
-			addAnswers(rep, p.notes(s.machine.RenewArrived(from, transferIDs(part), nil)))
+			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Loads: transferIDs(part)})))
 		}
 		for part := range slices.Chunk(r.Claims, core.MaxLocked) {
-			addAnswers(rep, p.notes(s.machine.RenewArrived(from, nil, transferIDs(part))))
+			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Claims: transferIDs(part)})))
 		}
 	}
 	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {

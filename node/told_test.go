@@ -59,7 +59,7 @@ func TestWhatStrangersAreTold(t *testing.T) {
 			}
 		}
 	}
-	a.halves.Written("secret-0", core.TransferStats{}, errors.New("it broke, secretly")) // its end names the agent that it was sent to
+	a.halves.tell(core.Written{ID: "secret-0", Err: errors.New("it broke, secretly")}) // its end names the agent that it was sent to
 	told := ""
 	hear := func(knows string, req *wire.Request) {
 		req.From = stranger

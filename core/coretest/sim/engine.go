@@ -192,20 +192,16 @@ func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
 			a.checkLoaded(h, token)
 		}
 	}()
-	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		err := m.Load(now, r)
-		if err == nil {
-			delete(a.dropped, id)
-			delete(a.ledger.claims, id)
-			a.loads[token] = h
-			a.loading[id] = token
-			a.host.own(blocks, token)
-			for _, b := range blocks {
-				a.host.mem[b].reads = after
-			}
-			a.ledger.accepted(id, token)
+	return a.try(r, func() {
+		delete(a.dropped, id)
+		delete(a.ledger.claims, id)
+		a.loads[token] = h
+		a.loading[id] = token
+		a.host.own(blocks, token)
+		for _, b := range blocks {
+			a.host.mem[b].reads = after
 		}
-		return "", err
+		a.ledger.accepted(id, token)
 	}, "load %s token=%d%s", id, token, text)
 }
 
@@ -217,14 +213,12 @@ func (a *agent) claim(dl *deal) {
 	delete(a.dropped, dl.id)
 	a.w.token++
 	r.Token = a.w.token
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		before := m.Untold()
-		err := m.Claim(now, r)
-		if m.Untold() > before { // it is no other's word
+	before := a.m.Untold()
+	_ = a.try(r, func() {
+		if a.m.Untold() > before { // it is no other's word
 			a.ledger.claims[r.ID] = r.Token
 			delete(a.lost, r.ID)
 		}
-		return "", err
 	}, "claim %s token=%d at=%s from=%s", dl.id, r.Token, from.Bootstrap, from.EngineID)
 }
 
@@ -247,20 +241,16 @@ func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uin
 	a.misplaced(id, blocks)
 	w.acted(w.now)
 	defer func() { a.checkOffered(id, token) }()
-	return a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		err := m.Offer(now, r)
-		if err == nil {
-			a.offering[id] = token
-			a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
-			a.ledger.accepted(id, token)
-		}
-		return "", err
+	return a.try(r, func() {
+		a.offering[id] = token
+		a.offers[token] = &half{id: id, blocks: blocks, began: w.now}
+		a.ledger.accepted(id, token)
 	}, "offer %s token=%d%s%s%s%s", id, token, optional("first", list(r.First)), groups(r.Blocks), prompt(of), after.said())
 }
 
 func (a *agent) announce(id core.TransferID) error {
 	a.w.acted(a.w.now)
-	return a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Announce(now, id) }, "announce %s", id)
+	return a.try(core.Announce{ID: id}, func() {}, "announce %s", id)
 }
 
 func (a *agent) cancel(id core.TransferID) {
@@ -271,7 +261,7 @@ func (a *agent) cancel(id core.TransferID) {
 		a.dropped[id] = a.asked[id]
 	}
 	delete(a.ledger.claims, id)
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) { return "", m.Cancel(now, id, "") }, "cancel %s", id)
+	_ = a.try(core.Cancel{ID: id}, func() {}, "cancel %s", id)
 }
 
 // report gives the blocks back to the engine.

@@ -102,7 +102,7 @@ func (h *host) open() *agent {
 	if w.plan.devices {
 		report += fmt.Sprintf(" moment=%v", o.MomentTimeout)
 	}
-	a.told(nil, "", nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d%s", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers, report)
+	a.told(nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d%s", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers, report)
 	return a
 }
 
@@ -125,40 +125,49 @@ func (a *agent) now() time.Duration { return a.w.now + a.host.skew }
 
 func (a *agent) time() time.Time { return time.Unix(0, 0).Add(a.now()) }
 
-// feed makes a call of the machine and takes what it wants then. The transcript
-// gets the call as format and args say it.
-func (a *agent) feed(f func(m *core.Machine, now time.Time) (said string, err error), format string, args ...any) error {
+// tell tells the machine an event and takes what it wants then. The answer goes to taken before anything
+// else happens, unless taken is nil. The transcript gets the event as format and args say it.
+func (a *agent) tell(e core.Event, taken func(answer core.Action), format string, args ...any) (answer core.Action) {
 	returned := false
 	defer func() {
 		if !returned { // it panics: the transcript ends with it
-			a.told(nil, "", nil, format, args...)
+			a.told(nil, format, args...)
 		}
 	}()
-	said, err := f(a.m, a.time())
-	actions := a.m.Actions()
+	actions := a.m.Step(a.time(), e)
 	returned = true
-	a.told(actions, said, err, format, args...)
-	a.collect(actions)
+	a.told(actions, format, args...)
+	answer, rest := core.Split(actions)
+	if taken != nil {
+		taken(answer)
+	}
+	a.collect(rest)
 	a.checkUntold()
 	a.checkReaders()
 	if a.m.Busy() && !a.ticking {
 		a.ticking = true
 		a.after(core.TickInterval, a.tick)
 	}
-	return err
+	return answer
 }
 
-// event is a call that returns nothing.
-func (a *agent) event(f func(m *core.Machine, now time.Time), format string, args ...any) {
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		f(m, now)
-		return "", nil
+// try is an event of the engine. If it is not refused, taken is called before anything else happens.
+func (a *agent) try(e core.Event, taken func(), format string, args ...any) error {
+	answer := a.tell(e, func(answer core.Action) {
+		if answer == nil {
+			taken()
+		}
 	}, format, args...)
+	refused, _ := answer.(core.Refuse)
+	return refused.Err
 }
+
+// event is one without an answer.
+func (a *agent) event(e core.Event, format string, args ...any) { a.tell(e, nil, format, args...) }
 
 func (a *agent) tick() {
 	if a.ticking = false; a.m.Busy() {
-		a.event(func(m *core.Machine, now time.Time) { m.Tick(now) }, "tick")
+		a.event(core.Tick{}, "tick")
 	}
 }
 
@@ -249,7 +258,7 @@ func (a *agent) close() {
 	a.w.note("%s is closed", a.id)
 	a.closing = true
 	clear(a.ledger.claims)
-	a.event(func(m *core.Machine, now time.Time) { m.Close(now) }, "close")
+	a.event(core.Close{}, "close")
 	a.drain(a.w.now + closeTimeout - goodbye)
 }
 
@@ -262,7 +271,7 @@ func (a *agent) drain(until time.Duration) {
 	a.shutTransport()
 	if !drained {
 		a.ledger.shut()
-		a.event(func(m *core.Machine, now time.Time) { m.Abandon(now) }, "abandon")
+		a.event(core.Abandon{}, "abandon")
 	}
 	a.leaveQueues(a.w.now + goodbye)
 }

@@ -61,13 +61,8 @@ func (h *hostile) hoard() {
 
 // keep renews a claim until P has ended the transfer.
 func (h *hostile) keep(a *agent, id core.TransferID) {
-	kept := false
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		ans := m.RenewArrived(now, h.id, nil, []core.TransferID{id})[0]
-		kept = ans.Status == core.StatusOffered
-		return "answer" + answerText(ans), nil
-	}, "renew peer=%s claims=[%s]", h.id, id)
-	if kept {
+	answer := a.tell(core.RenewMessage{From: h.id, Claims: []core.TransferID{id}}, nil, "renew peer=%s claims=[%s]", h.id, id)
+	if answer.(core.AnswerRenew).Answers[0].Status == core.StatusOffered {
 		a.after(h.w.plan.opt.Lease/3, func() { h.keep(a, id) })
 	}
 }
@@ -139,25 +134,17 @@ func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
 	switch h.w.hostility.IntN(4) {
 	case 0:
 		code := []core.Code{core.OK, core.Cancelled, core.Failed}[h.w.hostility.IntN(3)]
-		a.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, from, x.id, code, "evil") },
+		a.event(core.FinishMessage{From: from, ID: x.id, Code: code, Reason: "evil"},
 			"finish %s peer=%s code=%v why=[evil]", x.id, from, code)
 	case 1:
-		a.event(func(m *core.Machine, _ time.Time) { m.RestartArrived(from, x.id, "evil") }, "restart %s peer=%s digest=evil", x.id, from)
+		a.event(core.RestartMessage{From: from, ID: x.id, Digest: "evil"}, "restart %s peer=%s digest=evil", x.id, from)
 	case 2:
-		var got []core.Answer
 		loads, claims := []core.TransferID{x.id}, []core.TransferID{x.id}
 		if !a.host.prefill {
 			claims = nil // package node answers for those of agents only that have said hello to a prefill engine
 		}
-		_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-			got = m.RenewArrived(now, from, loads, claims)
-			said := "answer"
-			for _, ans := range got {
-				said += " " + statusNames[ans.Status]
-			}
-			return said, nil
-		}, "renew peer=%s%s%s", from, optional("ids", list(loads)), optional("claims", list(claims)))
-		for _, ans := range got {
+		answer := a.tell(core.RenewMessage{From: from, Loads: loads, Claims: claims}, nil, "renew peer=%s%s%s", from, optional("ids", list(loads)), optional("claims", list(claims)))
+		for _, ans := range answer.(core.AnswerRenew).Answers {
 			if x.side == core.SideOffer && ans.Status != core.StatusUnknown {
 				w.fault(x.id, "%s: %s is told that %q, which is kept for %s, is %s", a.id, h.id, x.id, x.peer, statusNames[ans.Status])
 			}
@@ -167,12 +154,10 @@ func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
 			return
 		}
 		block := []core.BlockID{0}
-		_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-			code, why := m.LoadArrived(now, core.LoadMessage{ID: x.id, Peer: from, Grant: []byte("evil"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{block}}, Lease: w.plan.opt.Lease})
-			if code == core.OK {
+		a.tell(core.LoadMessage{ID: x.id, Peer: from, Grant: []byte("evil"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{block}}, Lease: w.plan.opt.Lease}, func(answer core.Action) {
+			if answer.(core.AnswerLoad).Code == core.OK {
 				w.fault(x.id, "%s: %s may load %q, which is kept for %s", a.id, h.id, x.id, x.peer)
 			}
-			return "answer " + code.String() + " " + why, nil
 		}, "loaded %s peer=%s grant=evil first=[0] blocks=[0] lease=%v", x.id, from, w.plan.opt.Lease)
 	}
 }
@@ -187,17 +172,11 @@ func (h *hostile) crowd(a *agent) {
 		h.named++
 		claims[i] = core.TransferID(fmt.Sprint("evil", h.named))
 	}
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		said := "answer"
-		for _, ans := range m.RenewArrived(now, h.id, nil, claims) {
-			said += " " + statusNames[ans.Status]
-		}
-		return said, nil
-	}, "renew peer=%s claims=[%s]", h.id, list(claims))
+	a.tell(core.RenewMessage{From: h.id, Claims: claims}, nil, "renew peer=%s claims=[%s]", h.id, list(claims))
 	for range w.plan.opt.MaxTransfers {
 		h.named++
 		id := core.TransferID(fmt.Sprint("evil", h.named))
-		a.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, h.id, id, core.Failed, "evil") },
+		a.event(core.FinishMessage{From: h.id, ID: id, Code: core.Failed, Reason: "evil"},
 			"finish %s peer=%s code=%v why=[evil]", id, h.id, core.Failed)
 	}
 }
@@ -224,9 +203,7 @@ func (h *hostile) answer(a *agent, x knownHalf) {
 	}
 	defer h.unmoved(a, x, "an answer of "+string(h.id))()
 	seq := a.asked[x.id]
-	a.event(func(m *core.Machine, now time.Time) {
-		m.LoadAnswered(now, x.id, seq, core.LoadRefused, core.Failed, "evil")
-	},
+	a.event(core.LoadAnswered{ID: x.id, Seq: seq, Answer: core.LoadRefused, Code: core.Failed, Reason: "evil"},
 		"answered %s seq=%d answer=refused code=failed why=[evil]", x.id, seq)
 }
 

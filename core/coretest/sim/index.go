@@ -89,7 +89,7 @@ func (a *agent) misplaced(id core.TransferID, blocks []core.BlockID) {
 	}
 	r := core.PartialOffer{ID: id, First: w.begin(), Blocks: [][]core.BlockID{wrong}, Prompt: w.prompts[id].p}
 	probe := core.New(a.host.layout(), w.plan.opt) // of no transfer: what the machine knows stays as it is
-	if probe.OfferPartial(time.Unix(0, 0), r) == nil {
+	if answer, _ := core.Split(probe.Step(time.Unix(0, 0), r)); answer == nil {
 		w.fault(id, "%s: entries %v of rings of %d are taken for positions from %d on", a.id, wrong, ring, w.plan.begin)
 	}
 }

@@ -1,8 +1,6 @@
 package sim
 
 import (
-	"time"
-
 	"github.com/kvconn/kvconn/core"
 )
 
@@ -104,7 +102,7 @@ func (a *agent) loses(e *arm) {
 
 func (a *agent) peerDown(id core.AgentID) {
 	a.unmap(id)
-	a.event(func(m *core.Machine, now time.Time) { m.PeerDown(now, id) }, "down peer=%s", id)
+	a.event(core.PeerDown{Peer: id}, "down peer=%s", id)
 }
 
 // streamsBroke is P's side.

@@ -101,10 +101,10 @@ func (a *agent) await(v core.Await) {
 
 func (a *agent) tellMoment(mo *moment) {
 	if mo.failed != nil {
-		a.event(func(m *core.Machine, now time.Time) { m.MomentFailed(now, mo.id, mo.failed) }, "failed %d%s", mo.id, failure(mo.failed))
+		a.event(core.MomentFailed{Moment: mo.id, Err: mo.failed}, "failed %d%s", mo.id, failure(mo.failed))
 		return
 	}
-	a.event(func(m *core.Machine, now time.Time) { m.MomentPassed(now, mo.id) }, "passed %d", mo.id)
+	a.event(core.MomentPassed{Moment: mo.id}, "passed %d", mo.id)
 }
 
 // number is how the machine is told of a moment.

@@ -71,7 +71,7 @@ func (a *agent) perform(act core.Action) {
 		a.resolve(v)
 	case core.Expect:
 		grant, err := a.expect(v)
-		a.event(func(m *core.Machine, now time.Time) { m.Expecting(now, v.ID, []byte(grant), err) },
+		a.event(core.Expecting{ID: v.ID, Grant: []byte(grant), Err: err},
 			"expecting %s grant=%s%s", v.ID, grant, failure(err))
 	case core.SendLoad:
 		a.do(v.Peer, func(done func()) { a.sendLoad(v, done) })
@@ -91,7 +91,7 @@ func (a *agent) perform(act core.Action) {
 	case core.Revoke:
 		a.fence(v.ID, func() {
 			a.ledger.disarmed(v.ID)
-			a.event(func(m *core.Machine, now time.Time) { m.Revoked(now, v.ID) }, "revoked %s", v.ID)
+			a.event(core.Revoked(v), "revoked %s", v.ID)
 		})
 	case core.Write:
 		owner := a.owners[0]
@@ -178,7 +178,7 @@ func (a *agent) insist(to core.AgentID, serve func(p *agent) func(), answer func
 func (a *agent) sendLoad(v core.SendLoad, done func()) {
 	answered := func(answer core.LoadAnswer, code core.Code, why string) {
 		a.checkStale(v.ID, v.Seq, func() {
-			a.event(func(m *core.Machine, now time.Time) { m.LoadAnswered(now, v.ID, v.Seq, answer, code, why) },
+			a.event(core.LoadAnswered{ID: v.ID, Seq: v.Seq, Answer: answer, Code: code, Reason: why},
 				"answered %s seq=%d answer=%v code=%v%s", v.ID, v.Seq, answer, code, optional("why", why))
 		})
 		done()
@@ -250,18 +250,13 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (answer core.Loa
 	a.heard[from] = a.now()
 	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, Selection: v.Selection, Prompt: v.Prompt, Lease: v.Lease,
 		Match: a.w.match(a.host, a.w.byID[from].host)}
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		code, why = m.LoadArrived(now, lm)
-		if why != "" {
-			return "answer " + code.String() + " " + why, nil
-		}
-		return "answer " + code.String(), nil
-	}, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
+	got := a.tell(lm, nil, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
 		optional("tokens", list(v.Tokens)), optional("of", list(v.Regions)), prompt(v.Prompt), v.Lease)
-	if code != core.OK {
+	said := got.(core.AnswerLoad)
+	if said.Code != core.OK {
 		answer = core.LoadRefused
 	}
-	return answer, code, why
+	return answer, said.Code, said.Reason
 }
 
 var statusNames = [...]string{"unknown", "early", "prefill", "offered", "sending", "sent", "ended", "restart"}
@@ -282,13 +277,8 @@ func (a *agent) sendRenew(v core.SendRenew) {
 }
 
 func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, err error) {
-	var says, ends []string
 	done := a.checkAnew(v, answers)
 	for i, ans := range answers {
-		says = append(says, statusNames[ans.Status])
-		if ans.Status >= core.StatusEnded {
-			ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
-		}
 		if k := i - len(v.Loads); k >= 0 {
 			switch ans.Status {
 			case core.StatusUnknown:
@@ -299,13 +289,9 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 			}
 		}
 	}
-	a.event(func(m *core.Machine, now time.Time) {
-		for part, some := range v.Parts(answers) {
-			m.RenewReplied(now, part, some, absent, err)
-		}
-	},
-		"renewed peer=%s%s%s%s%s%s%s", v.Peer, optional("ids", list(v.Loads)), optional("claims", list(v.Claims)),
-		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), absence(absent), failure(err))
+	for part, some := range v.Parts(answers) {
+		a.renewedPart(core.RenewReplied{SendRenew: part, Answers: some, Absent: absent, Err: err})
+	}
 	done()
 	for i, id := range v.Claims {
 		if at := len(v.Loads) + i; err == nil && at < len(answers) && (answers[at].Status == core.StatusEnded || answers[at].Status == core.StatusSent) {
@@ -314,21 +300,30 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 	}
 }
 
+func (a *agent) renewedPart(e core.RenewReplied) {
+	var says, ends []string
+	for i, ans := range e.Answers {
+		says = append(says, statusNames[ans.Status])
+		if ans.Status >= core.StatusEnded {
+			ends = append(ends, fmt.Sprintf("%d %v %s", i, ans.Code, ans.Reason))
+		}
+	}
+	more := ""
+	if e.More {
+		more = "yes"
+	}
+	a.event(e, "renewed peer=%s%s%s%s%s%s%s%s", e.Peer, optional("ids", list(e.Loads)), optional("claims", list(e.Claims)),
+		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), optional("more", more), absence(e.Absent), failure(e.Err))
+}
+
 func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer {
 	claims := v.Claims
 	if a.peers[from] == nil {
 		claims = nil // its load will say hello first
 	}
 	a.heard[from] = a.now()
-	var out []core.Answer
-	_ = a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		out = m.RenewArrived(now, from, v.Loads, claims)
-		said := "answer"
-		for _, ans := range out {
-			said += answerText(ans)
-		}
-		return said, nil
-	}, "renew peer=%s%s%s", from, optional("ids", list(v.Loads)), optional("claims", list(claims)))
+	got := a.tell(core.RenewMessage{From: from, Loads: v.Loads, Claims: claims}, nil, "renew peer=%s%s%s", from, optional("ids", list(v.Loads)), optional("claims", list(claims)))
+	out := got.(core.AnswerRenew).Answers
 	for len(out) < len(v.Loads)+len(v.Claims) {
 		out = append(out, core.Answer{Status: core.StatusUnknown})
 	}
@@ -348,7 +343,7 @@ func (a *agent) sendProbe(v core.SendProbe) {
 		if absent && a.w.plan.cluster {
 			away = " away=yes"
 		}
-		a.event(func(m *core.Machine, now time.Time) { m.ProbeReplied(now, v.Peer, absent, away != "", err) },
+		a.event(core.ProbeReplied{Peer: v.Peer, Absent: absent, Away: away != "", Err: err},
 			"probed peer=%s%s%s%s", v.Peer, absence(absent), away, failure(err))
 	})
 }
@@ -379,11 +374,11 @@ func (a *agent) postNext(to core.AgentID) {
 			switch v := news.(type) {
 			case core.SendRestart:
 				done := p.checkAnew(core.SendRenew{Loads: []core.TransferID{v.ID}}, []core.Answer{{Status: core.StatusRestart, Reason: v.Digest}})
-				p.event(func(m *core.Machine, _ time.Time) { m.RestartArrived(a.id, v.ID, v.Digest) },
+				p.event(core.RestartMessage{From: a.id, ID: v.ID, Digest: v.Digest},
 					"restart %s peer=%s digest=%s", v.ID, a.id, v.Digest)
 				done()
 			case core.SendFinish:
-				p.event(func(m *core.Machine, now time.Time) { m.FinishArrived(now, a.id, v.ID, v.Code, v.Reason) },
+				p.event(core.FinishMessage{From: a.id, ID: v.ID, Code: v.Code, Reason: v.Reason},
 					"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
 				if v.Code != core.OK && p.claims[v.ID] == a.id {
 					p.given[v.ID] = true

@@ -98,13 +98,7 @@ func (a *agent) computeMore(p *computation) bool {
 	r.Ready, r.After = []uint32{uint32(w.plan.begin + upTo)}, after.number()
 	w.acted(w.now)
 	w.faults["partial"]++
-	err := a.feed(func(m *core.Machine, now time.Time) (string, error) {
-		err := m.OfferPartial(now, r)
-		if err == nil {
-			a.offering[p.id] = p.token
-		}
-		return "", err
-	},
+	err := a.try(r, func() { a.offering[p.id] = p.token },
 		"partial %s%s%s ready=%d%s%s%s", p.id, optional("first", list(r.First)), groups(r.Blocks), r.Ready[0], optional("in", list(r.Regions)), prompt(r.Prompt), after.said())
 	if err != nil {
 		a.cancel(p.id)
@@ -154,12 +148,10 @@ func (a *agent) offerComputed(p *computation) {
 func (a *agent) withdraw(p *computation) {
 	delete(a.computing, p.id)
 	a.w.acted(a.w.now)
-	err := a.feed(func(m *core.Machine, now time.Time) (said string, err error) {
-		if err = m.Withdraw(now, p.id); m.Reading(p.id) {
-			said = "its blocks are being read"
-		}
-		return said, err
-	}, "withdraw %s", p.id)
+	err := a.try(core.Withdraw{ID: p.id}, func() {}, "withdraw %s", p.id)
+	if a.m.Reading(p.id) {
+		a.remark("its blocks are being read")
+	}
 	if err != nil { // it is offered, by another request of the id
 		a.free(p.token)
 		return

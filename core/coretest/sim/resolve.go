@@ -100,7 +100,7 @@ func (a *agent) resolvedEngine(r core.Resolve, found []core.FoundPart) {
 	}
 	defer a.checkTold(r, told)()
 	a.checkStale(r.ID, r.Seq, func() {
-		a.event(func(m *core.Machine, now time.Time) { m.ResolvedParts(now, r.ID, r.Seq, found) },
+		a.event(core.ResolvedParts{ID: r.ID, Seq: r.Seq, Found: found},
 			"found %s seq=%d parts=[%s] peers=[%s] opened=[%s] of=[%s]", r.ID, r.Seq,
 			strings.Join(parts, " | "), list(peers), list(opened), strings.Join(of, " | "))
 	})
@@ -121,7 +121,7 @@ func (a *agent) resolved(r core.Resolve, id core.AgentID, code core.Code, why st
 		defer a.checkTold(r, map[core.TransferID]core.AgentID{r.ID: id})()
 	}
 	a.checkStale(r.ID, r.Seq, func() {
-		a.event(func(m *core.Machine, now time.Time) { m.Resolved(now, r.ID, r.Seq, id, opened, code, why) },
+		a.event(core.Resolved{ID: r.ID, Seq: r.Seq, Peer: id, Opened: opened, Code: code, Reason: why},
 			"resolved %s seq=%d%s code=%v%s", r.ID, r.Seq, peer, code, optional("why", why))
 	})
 }

@@ -43,7 +43,6 @@ import (
 // Words writes a transcript's lines; the tests of package core have them.
 type Words struct {
 	Action func(core.Action) string
-	Error  func(error) string
 }
 
 // Result is what became of a run.

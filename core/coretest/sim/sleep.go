@@ -43,7 +43,7 @@ func (a *agent) sleep() {
 	}
 	for _, id := range given {
 		why := fmt.Sprintf("region k of %s was mapped anew", a.id)
-		a.event(func(m *core.Machine, now time.Time) { m.Remapped(now, id, why) }, "remapped %s%s", id, optional("why", why))
+		a.event(core.Remapped{ID: id, Reason: why}, "remapped %s%s", id, optional("why", why))
 	}
 	a.wake()
 }

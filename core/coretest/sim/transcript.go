@@ -51,25 +51,25 @@ func (t transcript) text(short bool, id core.TransferID) string {
 	return strings.TrimRight(b.String(), "\n") + "\n"
 }
 
-// told writes a line with the event and takes the machine's actions; said is the call's
-// own result.
-func (a *agent) told(actions []core.Action, said string, err error, format string, args ...any) {
+// told writes a line with the event and the machine's actions.
+func (a *agent) told(actions []core.Action, format string, args ...any) {
 	w := a.w
 	if w.words == nil {
 		return
 	}
 	var prints strings.Builder
-	if err != nil {
-		prints.WriteString(w.words.Error(err) + "\n")
-	}
-	if said != "" {
-		prints.WriteString(said + "\n")
-	}
 	for _, act := range actions {
 		prints.WriteString(w.words.Action(act) + "\n")
 	}
 	text := fmt.Sprintf("%s %s now=%v", a.id, fmt.Sprintf(format, args...), a.now())
 	w.lines = append(w.lines, line{a.id, legible(text), legible(prints.String())})
+}
+
+// remark adds to what the last event printed.
+func (a *agent) remark(text string) {
+	if w := a.w; w.words != nil {
+		w.lines[len(w.lines)-1].prints += text + "\n"
+	}
 }
 
 // closeTranscript ends all machines, so that the transcript is whole.
@@ -78,8 +78,7 @@ func (w *world) closeTranscript() {
 		return
 	}
 	for _, a := range w.all {
-		a.m.Abandon(a.time())
-		a.told(a.m.Actions(), "", nil, "abandon")
+		a.told(a.m.Step(a.time(), core.Abandon{}), "abandon")
 	}
 }
 
@@ -116,13 +115,4 @@ func absence(absent bool) string {
 		return " absent=yes"
 	}
 	return ""
-}
-
-// answerText is an answer to a renewal in a transcript.
-func answerText(ans core.Answer) string {
-	said := " " + statusNames[ans.Status]
-	if ans.Status >= core.StatusEnded {
-		said += fmt.Sprintf("(%v %s)", ans.Code, ans.Reason)
-	}
-	return said
 }

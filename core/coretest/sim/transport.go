@@ -209,7 +209,7 @@ func (a *agent) received(e *arm, err error) {
 		delete(a.towards, partOf{e.token, e.id})
 	}
 	stats := core.TransferStats{Bytes: uint64(e.got) << 10, Segments: 1}
-	a.event(func(m *core.Machine, now time.Time) { m.Received(now, e.id, stats, err) },
+	a.event(core.Received{ID: e.id, Stats: stats, Err: err},
 		"received %s bytes=%d%s", e.id, stats.Bytes, failure(err))
 }
 

@@ -1,8 +1,6 @@
 package sim
 
 import (
-	"time"
-
 	"github.com/kvconn/kvconn/core"
 )
 
@@ -205,7 +203,7 @@ func (a *agent) settle(wr *write) {
 }
 
 func (a *agent) written(id core.TransferID, err error) {
-	a.event(func(m *core.Machine, now time.Time) { m.Written(now, id, core.TransferStats{Segments: 1}, err) },
+	a.event(core.Written{ID: id, Stats: core.TransferStats{Segments: 1}, Err: err},
 		"written %s%s", id, failure(err))
 }
 

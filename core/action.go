@@ -1,0 +1,150 @@
+package core
+
+import "time"
+
+// Action is what a Machine wants of its user after an event. The concrete types follow.
+type Action interface{ action() }
+
+// The answers to an event. An answer is the first action of its step, and is given to who told the event.
+type (
+	// Refuse answers an event of the engine that is not taken. Without it the event is taken.
+	Refuse struct{ Err error }
+	// AnswerLoad answers a LoadMessage: what D is told of its load.
+	AnswerLoad struct {
+		Code   Code
+		Reason string
+	}
+	// AnswerRenew answers a RenewMessage, for each of its Loads and then of its Claims, in this order.
+	AnswerRenew struct{ Answers []Answer }
+)
+
+// Split takes the answer off the actions of a step; it is nil if there is none.
+func Split(actions []Action) (answer Action, rest []Action) {
+	if len(actions) > 0 {
+		switch actions[0].(type) {
+		case Refuse, AnswerLoad, AnswerRenew:
+			return actions[0], actions[1:]
+		}
+	}
+	return nil, actions
+}
+
+// What the user is to do, in the order of a step's actions. If the comment of an action names an event, the user
+// tells the outcome by that event, once.
+type (
+	// Resolve: find the target and make it known. Answer with Resolved or, if the half has
+	// several parts, with ResolvedParts. Fresh says that the remembered agent of this target
+	// was found to be wrong. Seq comes back with the answer: an id may be in use again by
+	// then.
+	Resolve struct {
+		ID    TransferID
+		Seq   uint64
+		From  Target
+		Part  bool // From is a rank, and has no parts
+		Fresh bool
+	}
+	// Expect: arm the transport for these blocks; answer with Expecting.
+	Expect struct {
+		ID   TransferID
+		Peer AgentID
+		Selection
+	}
+	// SendLoad: send the load to P. If no answer comes, send it again, for less than
+	// Options.PeerTimeout. Answer with LoadAnswered.
+	SendLoad struct {
+		ID    TransferID
+		Seq   uint64
+		Peer  AgentID
+		Grant []byte
+		Selection
+		Prompt uint64
+		Lease  time.Duration
+	}
+	// SendRenew: renew these transfers at one P: those of which it has a load, and those
+	// that are only claimed. Answer with RenewReplied.
+	SendRenew struct {
+		Peer          AgentID
+		Loads, Claims []TransferID
+		More          bool // of a part of the answer: others of the same renewal follow
+	}
+	// SendProbe: ask a D whose connections broke whether it lives; answer with
+	// ProbeReplied.
+	SendProbe struct{ Peer AgentID }
+	// SendFinish: tell the peer how a transfer ended here. There is no answer. If the
+	// message is lost, the peer learns the end by a renewal or a lease.
+	SendFinish struct {
+		Peer   AgentID
+		ID     TransferID
+		Code   Code
+		Reason string
+	}
+	// SendRestart: tell D that P has withdrawn the blocks of the load whose grant has this
+	// digest. There is no answer, as with SendFinish.
+	SendRestart struct {
+		Peer   AgentID
+		ID     TransferID
+		Digest string
+	}
+	// Forget: look the peer's target up again next time. Gone says that nobody listens
+	// there, so that nothing more need be asked of it.
+	Forget struct {
+		Peer AgentID
+		Gone bool
+	}
+	// Revoke: fence a load's blocks; answer with Revoked.
+	Revoke struct{ ID TransferID }
+	// Write: send blocks; the transport answers with Written. Src has the blocks that hold
+	// what Dst, the load's Selection, asks for. Begin and End are as of Match.PairsBetween.
+	// While there is an End, Writes that extend this one follow.
+	Write struct {
+		ID    TransferID
+		Peer  AgentID
+		Grant []byte
+		Src   Selection
+		Dst   Selection
+		Match *Match
+
+		Begin, End []uint32
+		Extends    bool // it extends a write that has begun, unless that has ended
+	}
+	// Await: say when this moment has passed, by MomentPassed, or that it cannot pass any
+	// more, by MomentFailed. It is asked once for as long as something waits for it. If
+	// nothing does any more, the answer is of no account.
+	Await struct{ Moment Moment }
+	// StopWrite: end a Write early; its Written still comes.
+	StopWrite struct{ ID TransferID }
+	// Report: tell the engine, once, how its half ended; its blocks are free.
+	Report struct {
+		ID        TransferID
+		Parts     []TransferID // as the transports knew them, if it had any
+		Side      Side
+		Transport string // that moved the bytes; set by the user of the Machine
+		Token     uint64
+		Code      Code
+		Reason    string
+		Blocks    int           // of all groups; of a demand: the first block of group 0 that is demanded
+		Wait      time.Duration // of a load: Elapsed without Stats.Nanos; of an offer: until the sending begins
+		Elapsed   time.Duration // from the engine's call to this report
+		State     string        // in which the half ended: "waiting", "sending" …
+		Peer      AgentID       // the other side's agent, if it was known
+		From      Target        // of a load
+		Stats     TransferStats
+	}
+)
+
+func (Refuse) action()      {}
+func (AnswerLoad) action()  {}
+func (AnswerRenew) action() {}
+func (Resolve) action()     {}
+func (Expect) action()      {}
+func (SendLoad) action()    {}
+func (Forget) action()      {}
+func (SendRenew) action()   {}
+func (SendProbe) action()   {}
+func (SendFinish) action()  {}
+func (SendRestart) action() {}
+func (Revoke) action()      {}
+func (Write) action()       {}
+func (Await) action()       {}
+func (StopWrite) action()   {}
+func (Report) action()      {}

@@ -1,0 +1,86 @@
+//go:build invariants
+
+package node
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/internal/leaktest"
+)
+
+// recorded has the agent's machine recorded from now on. Nothing may be under way.
+func (s *side) recorded() *coretest.Record {
+	r := &coretest.Record{Limit: 1 << 14}
+	opt := s.cfg.machine()
+	opt.OnStep = r.Add
+	s.halves.mu.Lock()
+	defer s.halves.mu.Unlock()
+	s.halves.machine = core.New(s.halves.machine.Layout(), opt)
+	return r
+}
+
+// TestReplay: what the machines of two real agents were told, and when, makes new machines want the same, to the last
+// word. Transfers are announced, claimed, offered in parts, withdrawn, cancelled and left to the agents' Close.
+func TestReplay(t *testing.T) {
+	leaktest.Check(t)
+	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
+	layout := p.halves.machine.Layout()
+	ofP, ofD := p.recorded(), d.recorded()
+	id := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t-", i)) }
+	const n = 60
+	for i := range n {
+		block := core.BlockID(i % numBlocks)
+		if i%3 == 0 {
+			announce(t, p, id(i))
+		}
+		if i%2 == 0 {
+			d.claim(p.BootstrapAddress(), id(i))
+		}
+		if i%6 == 3 {
+			part := core.PartialOffer{ID: id(i), Blocks: [][]core.BlockID{{block}}, Ready: []uint32{1}}
+			if _, err := p.OfferPartial([]core.PartialOffer{part}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if i%12 == 3 {
+			if err := p.Withdraw([]core.TransferID{id(i)}, bound); err != nil {
+				t.Fatal(err)
+			}
+		}
+		d.load(id(i), p.BootstrapAddress(), block)
+		if i%5 == 0 {
+			if _, err := d.Cancel([]core.TransferID{id(i)}, "not needed"); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for i := range n {
+		if _, err := p.Offer([]core.OfferRequest{{ID: id(i), Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}}}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := p.Offer([]core.OfferRequest{{ID: id(i), Selection: core.Selection{Blocks: [][]core.BlockID{{99}}}}}); err == nil {
+			t.Fatal("a block that is not there is taken")
+		}
+	}
+	for i := range n {
+		if r := d.report(id(i)); i%5 != 0 && r.Code != core.OK {
+			t.Errorf("%q ended with %v: %s", r.ID, r.Code, r.Reason)
+		}
+		p.report(id(i))
+	}
+	d.load("left", p.BootstrapAddress(), 1)
+	for _, s := range []*side{d, p} {
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for of, r := range map[*side]*coretest.Record{p: ofP, d: ofD} {
+		if r.Missed > 0 {
+			t.Fatalf("the record has no room for %d steps", r.Missed)
+		}
+		t.Logf("%s: %d steps: %v", of.cfg.Role, len(r.Steps), r.Replay(t, layout, of.cfg.machine()))
+	}
+}
