@@ -47,7 +47,7 @@ $(BUILD)/kvconn-rig: $(GOFILES) | tools
 
 licenses: licenses/go/LICENSE ## licenses/, of all modules that libkvconn.so links; the wheel carries them
 licenses/go/LICENSE: $(GOFILES) | tools
-	GO=$(GO) $(GO) run ./internal/licences licenses ./capi
+	GO=$(GO) $(GO) run ./rig/licences licenses ./capi
 
 wheel: $(BUILD)/wheel.stamp ## dist/kvconn-*.whl
 $(BUILD)/wheel.stamp: $(BUILD)/libkvconn.so licenses/go/LICENSE $(PYFILES) | $(VENV)/stamp
@@ -90,16 +90,16 @@ test: lint gpu-double test-go bench-once attack test-c test-wheel ## all tests t
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
-LONGEST := ./tcp ./node ./local ./cuda/conformance ./internal/devices ./natsbus
+LONGEST := ./tcp ./node ./local ./rig/conformance ./internal/devices ./natsbus
 # Packages at once: many tests wait, so one more than there are cores.
 AT_ONCE := $(shell echo $$(($$(nproc) + 1)))
-# internal/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
+# rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
 # First all is compiled: the compiler would be the busy neighbour of the tests that run first.
 test-go: | tools ## Go, with the race detector and the invariants on
 	@$(STAGE) go-compile bash -c '$(GO) list -race -tags invariants -test -deps -export ./... >/dev/null' || :
-	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /internal/attack$$)
+	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /rig/attack$$)
 
 bench-once: | tools ## each benchmark of Go once, under the race detector, so that none rots
 	@$(STAGE) benchmarks $(GO) test -race -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
@@ -123,7 +123,7 @@ gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to
 attack: cmd | tools ## attacks on real agents in processes of their own: what each got once, and gets now; what the defence costs a load
 	@rm -f $(BUILD)/disguises.txt $(BUILD)/attacks.txt
 	@$(STAGE) referee scripts/referee.sh $(PYTHON) $(BUILD)/kvconn --row $(BUILD)/disguises.txt
-	@$(STAGE) attack scripts/test-go.sh attack $(GO) -count=1 -timeout 900s -- ./internal/attack -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
+	@$(STAGE) attack scripts/test-go.sh attack $(GO) -count=1 -timeout 900s -- ./rig/attack -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
 	@cat $(BUILD)/attacks.txt
 	@$(STAGE) allocations $(GO) test ./node -count=1 -run '^TestLoadAllocates$$'
 
@@ -139,7 +139,7 @@ fuzz: | tools ## every fuzz test, for TIME=1m each; what is found stays in testd
 	GO=$(GO) scripts/fuzz.sh $(if $(filter file,$(origin TIME)),1m,$(TIME)) $(if $(ONLY),'$(ONLY)')
 
 mutants: | tools ## deliberate defects, each of which the simulator must find
-	@$(STAGE) mutants $(GO) run ./internal/mutants
+	@$(STAGE) mutants $(GO) run ./rig/mutants
 
 rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STAGES='go' for some
 	@GO=$(GO) scripts/rdma-test.sh $(STAGES)

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestReadersOfAChangingTable: a stranger changes a long table and reads it slowly, again and again. It ends its own former

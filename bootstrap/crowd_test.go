@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestBodiesThatHoldAllPlaces: strangers whose requests are under way at all places do not keep

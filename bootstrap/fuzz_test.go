@@ -14,7 +14,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/kvconn/kvconn/internal/alloctest"
+	"github.com/kvconn/kvconn/rig/alloctest"
 )
 
 // maxServed is what one request may make the handler allocate: a body of the

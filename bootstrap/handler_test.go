@@ -10,7 +10,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 const good = `{"engine_id":"e1","dp_rank":0,"tp_rank":0,"pp_rank":0,"addr":"tcp://h:1"}`

@@ -7,7 +7,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 func TestUnregisterTakesOnlyTheSameRegistration(t *testing.T) {

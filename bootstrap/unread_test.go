@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestBodiesThatNeverCome: a client that announces a body and sends none must not keep

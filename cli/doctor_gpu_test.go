@@ -8,9 +8,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/cuda/testdouble"
 	"github.com/kvconn/kvconn/internal/gpuhost"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/testdouble"
 )
 
 // runChild has TestDoctorProcess run doctor in a process of its own, since a process loads one driver.

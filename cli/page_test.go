@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/docstest"
+	"github.com/kvconn/kvconn/rig/docstest"
 )
 
 // TestCommandsPage: docs/configuration.md has each option of each command; the router's

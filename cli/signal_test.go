@@ -20,8 +20,8 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/internal/freeport"
-	"github.com/kvconn/kvconn/internal/leaktest"
-	"github.com/kvconn/kvconn/internal/stubengine"
+	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/stubengine"
 )
 
 // signalPatience bounds every wait; none takes nearly as long unless it fails.

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/alloctest"
+	"github.com/kvconn/kvconn/rig/alloctest"
 )
 
 // numbers reads an input as numbers of any size, small ones most of the time.

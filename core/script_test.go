@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // transportError wraps the error of package core that a text begins with, if there is one.

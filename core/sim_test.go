@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
-	"github.com/kvconn/kvconn/core/coretest/sim"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/coretest/sim"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 var (

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // TestClosingBounds: a copy that does not end counts as stuck in half of the time that a close has,

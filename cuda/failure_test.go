@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // TestFenceTakesBack: copies that the device does not have are told of the fence at once, also

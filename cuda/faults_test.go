@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // defects are the places of internal/fault in this room, each with the test that finds it.

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // callsIn says how often a function of the driver was called while f ran.

@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // P is another process in these tests: this program again, which does what it is asked over a socket.

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // TestPeerDies: P is killed while D copies. The copy ends, D closes, and what P had is not open any more.

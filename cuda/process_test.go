@@ -8,8 +8,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/cuda/testdouble"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // A process has one driver: these tests run themselves in processes of their own, with another one.

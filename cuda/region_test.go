@@ -9,7 +9,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 const grain = 2 << 20

@@ -1,6 +1,6 @@
 """Real engines on the CPU whose caches are device memory of the CUDA driver double: what a test needs.
 
-The engines run with a preload (cuda/testdouble/preload/): a large allocation of theirs has a second address, at which only the
+The engines run with a preload (rig/testdouble/preload/): a large allocation of theirs has a second address, at which only the
 double can read and write. kvconn gets that address and no other. device_engine.py is the engine's side.
 """
 

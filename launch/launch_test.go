@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 func TestRun(t *testing.T) {

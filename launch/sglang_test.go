@@ -13,9 +13,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
-	"github.com/kvconn/kvconn/internal/stubengine"
 	"github.com/kvconn/kvconn/proxy"
+	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/stubengine"
 )
 
 // stubLacks names the modules that the stub Python lacks.

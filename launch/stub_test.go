@@ -17,7 +17,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/bootstrap"
-	"github.com/kvconn/kvconn/internal/stubengine"
+	"github.com/kvconn/kvconn/rig/stubengine"
 )
 
 // How the stub engines of a test behave, by the environment.

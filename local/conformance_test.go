@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 func opener(cfg Config) coretest.RemoteOpener {

@@ -10,10 +10,10 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/cuda"
-	"github.com/kvconn/kvconn/cuda/testdouble"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/testdouble"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // doomedEnv tells a test binary to be a prefill agent over device memory that is allocated or mapped.

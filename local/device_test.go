@@ -10,10 +10,10 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/cuda"
-	"github.com/kvconn/kvconn/cuda/testdouble"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/testdouble"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // suiteDelay is the double's longest delay of an operation, in microseconds.

@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestStoppedBeforeDone: P does not say that it has kept what it has given up meanwhile.

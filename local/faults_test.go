@@ -5,7 +5,7 @@ package local
 import (
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/faulttest"
+	"github.com/kvconn/kvconn/rig/faulttest"
 )
 
 // defects are the places of internal/fault in this package, each with the test that finds it.

@@ -12,7 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // hangs is a kernel that ends no copy out of some memory until it is let go: what brings that memory does not answer.

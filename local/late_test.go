@@ -9,8 +9,8 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestLinkAtTheLastMoment: D connects while P's wait for a connection ends. D has been told where the blocks are,

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // hide takes memory of an agent away, as an engine does that frees its caches too early.

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // thiefEnv tells a test binary to be a thief: the name of P's socket, P's ticket, which has leaked, P's

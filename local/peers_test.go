@@ -11,7 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // frames reads frames off a socket until one of a kind comes, whose bytes it returns.

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestProvedAmongStrangers: an agent that has proved itself keeps its place while it opens what P lists, whoever comes

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // sharingEnv tells a test binary to be a prefill agent over memory that it has allocated.

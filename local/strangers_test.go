@@ -13,7 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // say writes a hello and reads the welcome.

@@ -3,7 +3,7 @@ package natsbus
 import (
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/arrows"
+	"github.com/kvconn/kvconn/rig/arrows"
 )
 
 // TestArrowsPointOneWay: files use each other without a cycle.

@@ -20,7 +20,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/alloctest"
+	"github.com/kvconn/kvconn/rig/alloctest"
 	"github.com/kvconn/kvconn/wire"
 )
 

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestQuestionsToTheRegistry: JetStream's queue of questions is short, however many clients ask at

@@ -9,8 +9,8 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
-	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/nettest"
 )
 
 // TestLongEngineID: a load that names an engine by more bytes than an engine may have is refused before anything is asked. The

@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/rig/nettest"
 	"github.com/kvconn/kvconn/wire"
 )
 

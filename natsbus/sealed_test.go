@@ -14,8 +14,8 @@ import (
 	"github.com/nats-io/nats.go"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
-	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/nettest"
 	"github.com/kvconn/kvconn/wire"
 )
 

@@ -24,7 +24,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/freeport"
-	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/rig/nettest"
 	"github.com/kvconn/kvconn/wire"
 )
 

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestStoresOfKilledProcessesAreRemoved: a killed process leaves a folder whose

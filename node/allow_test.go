@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/natsbus"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 func allowing(t testing.TB, entries ...string) *allowList {

@@ -3,7 +3,7 @@ package node
 import (
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/arrows"
+	"github.com/kvconn/kvconn/rig/arrows"
 )
 
 // TestArrowsPointOneWay: files use each other without a cycle. agent.go puts the parts

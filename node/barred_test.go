@@ -17,8 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/callfilter"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/callfilter"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // verdict is what a decode agent that local does not serve says of its loads.

@@ -10,8 +10,8 @@ import (
 	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
-	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/nettest"
 )
 
 // nkeyFile writes the seed of a new nkey.

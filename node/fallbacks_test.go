@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestFallbacksOnThePage: a pair whose local link is lost goes on by tcp. The page counts that load as one that did not take local,

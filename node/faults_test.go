@@ -6,7 +6,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/faulttest"
+	"github.com/kvconn/kvconn/rig/faulttest"
 )
 
 // defects are the places of internal/fault in what peers say, each with the test that finds it;

@@ -16,10 +16,10 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
-	"github.com/kvconn/kvconn/internal/alloctest"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/natsbus"
+	"github.com/kvconn/kvconn/rig/alloctest"
+	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/wire"
 )
 

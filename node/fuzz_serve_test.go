@@ -7,8 +7,8 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/alloctest"
 	"github.com/kvconn/kvconn/natsbus"
+	"github.com/kvconn/kvconn/rig/alloctest"
 	"github.com/kvconn/kvconn/wire"
 )
 

@@ -6,8 +6,8 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestAllowGID: what the list says of RoCE addresses, which have no names.

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/docstest"
+	"github.com/kvconn/kvconn/rig/docstest"
 )
 
 // TestKeys: each key of a Config is in the table once, and each default of the table

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // belongings are a process's open files, its mappings that have a name or are shared (others are the runtime's), and its unix

@@ -6,8 +6,8 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // held is work that goes on when it is let.

@@ -8,9 +8,9 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/devices"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // reached notes which calls have reached a transport. Its sink notes how writes have ended.

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/local"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // socketsOfLocal are this process's sockets with a name of local's: prefill agents' listeners, or their ends of links.

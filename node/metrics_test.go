@@ -11,8 +11,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/natsbus"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 func scrape(t *testing.T, a *side) []byte {

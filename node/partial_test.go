@@ -11,7 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // fillLayer fills a layer's blocks as fill does; pos counts from the first of ids.

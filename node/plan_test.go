@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestManyPieces: loads of so many pieces that no list is made of them bring the same bytes,

@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/nettest"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/rig/nettest"
 )
 
 // TestMain is also the agent in a process of its own that tests kill and stop.

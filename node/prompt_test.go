@@ -4,7 +4,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestAnotherPrompt: two requests that a router has mixed up under one id are refused on

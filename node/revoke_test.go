@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestStormOfWaitingRevokes: revokes that wait for a peer's word wait side by side, and hold

@@ -10,9 +10,9 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 const cacheBytes = layers * numBlocks * blockBytes

@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // pass is the forward pass of an engine, as OfferPartialStep asks after it.

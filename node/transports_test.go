@@ -11,8 +11,8 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/wire"
 )
 

@@ -12,9 +12,9 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/wire"
 )
 

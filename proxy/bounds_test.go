@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/alloctest"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/alloctest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestPackedBodies: a client once named a bootstrap host in a body that the router took for octets, and SGLang unpacked.

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"testing/iotest"
 
-	"github.com/kvconn/kvconn/internal/alloctest"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/alloctest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestDisguisedParameters: a client once named a bootstrap host in a body of type text, and

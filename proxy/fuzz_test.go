@@ -18,7 +18,7 @@ import (
 	"time"
 	"unicode"
 
-	"github.com/kvconn/kvconn/internal/alloctest"
+	"github.com/kvconn/kvconn/rig/alloctest"
 )
 
 // fakeEngines is an http.RoundTripper in the place of two engines.

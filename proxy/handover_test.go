@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 func handOvers(t *testing.T, r router) (count int, sum float64) {

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // Requests leave nothing behind: after a thousand and more of all kinds the heap is as

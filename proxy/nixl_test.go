@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // nixlPair is a ready router by the NIXL contract, of a P without bootstrap port.

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/docstest"
+	"github.com/kvconn/kvconn/rig/docstest"
 )
 
 // TestRouterPage: docs/router.md and the usage have each option.

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // runRouter runs Run and returns its address, how to stop it and its result.

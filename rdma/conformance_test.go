@@ -8,9 +8,9 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // opener opens transports with so many queue pairs for a pair of ports, of such a

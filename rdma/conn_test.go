@@ -11,8 +11,8 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // newTestConn makes a conn whose lanes have no queue pair. D answers no signal.

@@ -5,8 +5,8 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // Whatever is given when, and whatever lanes break: each stripe's mark follows all of its

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // caught begins transfers until one is caught in the middle: cut is called when a

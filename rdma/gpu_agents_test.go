@@ -10,8 +10,8 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/node"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // gpuAgent is a whole agent, of an engine that sleeps and wakes.

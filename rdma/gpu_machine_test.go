@@ -10,11 +10,11 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/cuda"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // needsGPU skips what needs the stage gpu of scripts/rdma-test.sh: an RDMA device, the driver double,

@@ -5,8 +5,8 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // TestGPUParts: a region that is registered in several parts, also if it begins within a page.

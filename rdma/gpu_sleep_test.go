@@ -5,9 +5,9 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // sleeper is an agent whose engine sleeps and wakes.

@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // patience bounds every wait: generous, because a bound that is hit is a failure.

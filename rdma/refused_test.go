@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 type (

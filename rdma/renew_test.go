@@ -12,7 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // changing are GPUs whose memory becomes another. Each Check takes an answer from the test.

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
 	"github.com/kvconn/kvconn/rdma"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestRest: lanes that carry nothing are closed on both sides. P still counts as

@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // spreadWrite is a write of chunks by lanes that take posts and keep them to themselves.

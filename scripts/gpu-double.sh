@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/gpu-headers.sh
-headers=$PWD/build/cuda-headers out=$PWD/build/gpu-double src=cuda/testdouble/src facts=cuda/conformance/program tests=cuda/testdouble/test
+headers=$PWD/build/cuda-headers out=$PWD/build/gpu-double src=rig/testdouble/src facts=rig/conformance/program tests=rig/testdouble/test
 mkdir -p "$out/fake"
 exec 9>"$out/lock"
 flock 9
@@ -16,7 +16,7 @@ build() { # NAME MAJOR FLAG…: to a name of its own first, since a process may 
   "${CC:-cc}" "${flags[@]}" -O2 -fPIC -shared -fvisibility=hidden -Wl,-soname,libkvgpu-double.so -isystem "$headers/$2" "${@:3}" "$src"/*.c -o "$out/$1.new"
   mv "$out/$1.new" "$out/$1"
 }
-if [[ ! -e $out/stamp || -n $(find cuda/testdouble "$facts" cuda/internal/driver/copy.ptx scripts/gpu-double.sh "$headers/stamp" ! -name '*.go' -type f -newer "$out/stamp" -print -quit) ]]; then
+if [[ ! -e $out/stamp || -n $(find rig/testdouble "$facts" cuda/internal/driver/copy.ptx scripts/gpu-double.sh "$headers/stamp" ! -name '*.go' -type f -newer "$out/stamp" -print -quit) ]]; then
   build libkvgpu-double-12.so 12
   build libkvgpu-double-old.so 12 -DKVGPU_OLD
   build libkvgpu-double.so 13
@@ -24,9 +24,9 @@ if [[ ! -e $out/stamp || -n $(find cuda/testdouble "$facts" cuda/internal/driver
   mv "$out/kvgpu-facts.new" "$out/kvgpu-facts"
   library=("${CC:-cc}" "${flags[@]}" -O2 -fPIC -shared -fvisibility=hidden)
   "${library[@]}" -fvisibility=default -Wl,-soname,libibverbs.so.1,--version-script=$tests/verbs/fake.map $tests/verbs/fake.c -o "$out/fake/libibverbs.so.1"
-  "${library[@]}" -Wl,-soname,libkvgpu-verbs.so,--version-script=cuda/testdouble/verbs/dmabuf.map cuda/testdouble/verbs/dmabuf.c \
+  "${library[@]}" -Wl,-soname,libkvgpu-verbs.so,--version-script=rig/testdouble/verbs/dmabuf.map rig/testdouble/verbs/dmabuf.c \
     -Wl,--no-as-needed "$out/fake/libibverbs.so.1" -o "$out/libkvgpu-verbs.so" -ldl
-  "${library[@]}" cuda/testdouble/preload/engine.c -o "$out/libkvgpu-engine.so" -ldl
+  "${library[@]}" rig/testdouble/preload/engine.c -o "$out/libkvgpu-engine.so" -ldl
   "${CC:-cc}" "${flags[@]}" $tests/verbs/main.c -o "$out/test-verbs" -ldl
   touch "$out/stamp"
 fi

@@ -11,9 +11,9 @@ name=kvconn-gpu-kit most=$((64 << 20))
 kit=build/$name double=$PWD/build/gpu-double/libkvgpu-double.so
 rm -rf "$kit" "$kit.tar.gz" "$kit.tried"
 mkdir -p "$kit/python/kvconn" "$kit.tried/bin"
-suite() { "${GO:-go}" build -trimpath -buildvcs=false -ldflags '-s -w' "$@" ./cuda/conformance/suite; }
+suite() { "${GO:-go}" build -trimpath -buildvcs=false -ldflags '-s -w' "$@" ./rig/conformance/suite; }
 suite -o "$kit/kvgpu-suite"
-cp build/gpu-double/kvgpu-facts build/kvconn cuda/conformance/kit/{run,README,transfers.py,caches.py,steps.py,offers.py} LICENSE "$kit/"
+cp build/gpu-double/kvgpu-facts build/kvconn rig/conformance/kit/{run,README,transfers.py,caches.py,steps.py,offers.py} LICENSE "$kit/"
 cp python/kvconn/*.py build/libkvconn.so "$kit/python/kvconn/"
 cp -r licenses "$kit/"
 git rev-parse HEAD >"$kit/commit" 2>/dev/null || echo unknown >"$kit/commit"

@@ -49,7 +49,7 @@ build_gpu() {
   ((rc == 0)) || return $rc
   ${GO:-go} test -tags invariants -c -o $out/bin/gpu.test ./rdma
   ${GO:-go} test -tags faults -c -o $out/bin/gpu-faults.test ./rdma
-  ${GO:-go} build -tags invariants -o $out/bin/kvgpu-suite ./cuda/conformance/suite
+  ${GO:-go} build -tags invariants -o $out/bin/kvgpu-suite ./rig/conformance/suite
   build_rig
 }
 run_gpu() {

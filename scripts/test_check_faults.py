@@ -13,7 +13,7 @@ KNOWN = CHECK["KNOWN"]
 
 def test_knows_the_points() -> None:
     """Those of the mutants' list, and those of other folders and of C."""
-    mutants = re.findall(r'^\t\{"([^"]+)",', (HERE.parent / "internal/mutants/list.go").read_text(encoding="utf-8"), re.MULTILINE)
+    mutants = re.findall(r'^\t\{"([^"]+)",', (HERE.parent / "rig/mutants/list.go").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(mutants) > 100
     assert {*mutants, "local-unfenced", "seal-nonce", "gpu-capture-mode", "KVCONN_FAULT"} <= CHECK["names"](HERE.parent)
     assert CHECK["points"]('if fault.On("a") {} x := fault.Pick[int]("b", 1, 2); fault.On(name); kvg_fault( "c" )') == [

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
+	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/tcp"
 )
 

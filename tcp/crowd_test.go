@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestStreamsOfGreedyPeers: a decode agent that holds all places for streams, and uses none,

@@ -9,11 +9,11 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/cuda"
-	"github.com/kvconn/kvconn/cuda/testdouble"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/testdouble"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 	"github.com/kvconn/kvconn/tcp"
 )
 

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestSmallPiecesGoTogether: waiting bytes go in frames as large as if they had been given

@@ -15,7 +15,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, and the

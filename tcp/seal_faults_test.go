@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/faulttest"
+	"github.com/kvconn/kvconn/rig/faulttest"
 )
 
 // sealDefects are the places of internal/fault in the records of sealed streams, where P finds out whose a stream is, and where the

@@ -12,7 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // fewSlots is a Mover whose device is host memory, with so few slots that streams starve each

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestStopOfAStuckFrame: a peer that takes no bytes does not keep the blocks of a write

@@ -12,10 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/core/coretest"
 	"github.com/kvconn/kvconn/internal/freeport"
-	"github.com/kvconn/kvconn/internal/leaktest"
-	"github.com/kvconn/kvconn/internal/nettest"
+	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/nettest"
 )
 
 const bound = 30 * time.Second

@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestTicketOfOneAgent: a ticket is one decode agent's, until it is dismissed. A stream that proves

@@ -9,7 +9,7 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
-	"github.com/kvconn/kvconn/internal/alloctest"
+	"github.com/kvconn/kvconn/rig/alloctest"
 )
 
 // maxShort bounds what one message of a few bytes may make Decode allocate. The

@@ -4,7 +4,7 @@ package main
 import (
 	"os"
 
-	"github.com/kvconn/kvconn/internal/rig"
+	"github.com/kvconn/kvconn/rig"
 )
 
 func main() { os.Exit(rig.Main(os.Args)) }

@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/internal/callfilter"
+	"github.com/kvconn/kvconn/rig/callfilter"
 )
 
 // actionEnv tells a test binary to live under a filter with this action.

@@ -11,10 +11,10 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
-	"github.com/kvconn/kvconn/cuda/testdouble"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/node"
+	"github.com/kvconn/kvconn/rig/testdouble"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 	"github.com/kvconn/kvconn/tcp"
 )
 

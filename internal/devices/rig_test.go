@@ -8,8 +8,8 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/node"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 const (

@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/cuda/testdouble/engine"
 	"github.com/kvconn/kvconn/node"
+	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
 // mapped are agents whose caches lie in memory that was mapped by handles.

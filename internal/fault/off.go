@@ -1,6 +1,6 @@
 //go:build !faults
 
-// Package fault names the places where internal/mutants can break the code. A product
+// Package fault names the places where rig/mutants can break the code. A product
 // build has no trace of them: the calls are constant, and the code behind them is dead. A
 // build with the tag "faults" breaks the one place that the environment variable
 // KVCONN_FAULT names.

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/leaktest"
+	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // patience bounds what a test waits for; nothing takes nearly as long unless it fails.
