@@ -32,7 +32,7 @@ func Split(actions []Action) (answer Action, rest []Action) {
 // What the user is to do, in the order of a step's actions. If the comment of an action names an event, the user
 // tells the outcome by that event, once.
 type (
-	// Resolve: find the target and make it known. Answer with Resolved or, if the half has
+	// Resolve: find the target and make it known. The outcome is Resolved or, if the half has
 	// several parts, with ResolvedParts. Fresh says that the remembered agent of this target
 	// was found to be wrong. Seq comes back with the answer: an id may be in use again by
 	// then.
@@ -43,14 +43,14 @@ type (
 		Part  bool // From is a rank, and has no parts
 		Fresh bool
 	}
-	// Expect: arm the transport for these blocks; answer with Expecting.
+	// Expect: arm the transport for these blocks. The outcome is Expecting.
 	Expect struct {
 		ID   TransferID
 		Peer AgentID
 		Selection
 	}
 	// SendLoad: send the load to P. If no answer comes, send it again, for less than
-	// Options.PeerTimeout. Answer with LoadAnswered.
+	// Options.PeerTimeout. The outcome is LoadAnswered.
 	SendLoad struct {
 		ID    TransferID
 		Seq   uint64
@@ -61,13 +61,13 @@ type (
 		Lease  time.Duration
 	}
 	// SendRenew: renew these transfers at one P: those of which it has a load, and those
-	// that are only claimed. Answer with RenewReplied.
+	// that are only claimed. The outcome is RenewReplied.
 	SendRenew struct {
 		Peer          AgentID
 		Loads, Claims []TransferID
 		More          bool // of a part of the answer: others of the same renewal follow
 	}
-	// SendProbe: ask a D whose connections broke whether it lives; answer with
+	// SendProbe: ask a D whose connections broke whether it lives. The outcome is
 	// ProbeReplied.
 	SendProbe struct{ Peer AgentID }
 	// SendFinish: tell the peer how a transfer ended here. There is no answer. If the
@@ -91,7 +91,7 @@ type (
 		Peer AgentID
 		Gone bool
 	}
-	// Revoke: fence a load's blocks; answer with Revoked.
+	// Revoke: fence a load's blocks. The outcome is Revoked.
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written. Src has the blocks that hold
 	// what Dst, the load's Selection, asks for. Begin and End are as of Match.PairsBetween.

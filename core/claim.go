@@ -96,7 +96,7 @@ func (m *Machine) stepClaim(now time.Time, r ClaimRequest) error {
 	return nil
 }
 
-// claimTo is one row of the table: the claim's next state, and what the step does.
+// claimTo is one row of the table: the claim's next state, and what is to be done.
 func (m *Machine) claimTo(c *claim, next claimState, does ...Action) {
 	switch claimNone {
 	case next:

@@ -11,9 +11,9 @@
 //
 // Package node is the user of this package; a Go program opens node.Agent.
 //
-//  1. The user makes every call of a Machine under one lock, with a time that does
-//     not run backwards.
-//  2. If the first action is an answer ([Refuse], [AnswerLoad], [AnswerRenew]), the user
+//  1. The user makes every call of a Machine, Step and the others, under one lock, with a
+//     time that does not run backwards.
+//  2. The actions of a step come before those of the next. If the first action is an answer ([Refuse], [AnswerLoad], [AnswerRenew]), the user
 //     gives it to who told the event. The user performs the other actions in their
 //     order. If an action's comment names an event, the user tells the action's
 //     outcome by that event, once.
@@ -25,10 +25,10 @@
 // # Moments
 //
 // Blocks may lie in the memory of a device ([Region].Memory), whose work is done later
-// than the engine queues it. So the engine's agent numbers moments in that work, and a call
+// than the engine queues it. So the engine's agent numbers moments in that work, and a request
 // says after which one it counts:
 //
-//   - P's [OfferRequest].After and [PartialOffer].After: nothing that the call adds is
+//   - P's [OfferRequest].After and [PartialOffer].After: nothing that the request adds is
 //     read before. What a partial offer adds also waits for the moments of the partial
 //     offers before it, and the offer for those of all.
 //   - D's [LoadRequest].After: nothing is written before. The transport is not armed until

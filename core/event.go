@@ -3,12 +3,12 @@ package core
 import "time"
 
 // Event is what has happened, as the user of a Machine tells it to [Machine.Step]. The concrete types follow.
-// A request is the engine's, a message is a peer's, and the others are outcomes of actions, and the time.
+// Requests, Announce, Cancel and Withdraw are the engine's: the machine may refuse them. Messages are a peer's. The
+// others are outcomes of actions, words of the agent, and the time.
 type Event interface{ event() }
 
 // OfferRequest is the engine's word that blocks hold a transfer. They belong to the transfer until
-// its Report. Of its Selection only
-// First and Blocks count. P has no blocks before First.
+// its Report. Of its Selection only First and Blocks count. P has no blocks before First.
 type OfferRequest struct {
 	ID TransferID
 	Selection
@@ -17,10 +17,10 @@ type OfferRequest struct {
 	After  Moment // from which on the blocks hold the transfer; 0: they hold it
 }
 
-// ClaimRequest is the engine's word that it knows a request and will load the
-// transfer when it has blocks for it. P is asked to keep the transfer until then. A claim ends by
-// a LoadRequest, by Cancel, or after Options.Claim. Only with Options.ReportClaims can it have a
-// Report. A second claim of a transfer is no error.
+// ClaimRequest is the engine's word that it knows a request and will load the transfer when it has
+// blocks for it. P is asked to keep the transfer until then. A claim ends by a LoadRequest, by Cancel,
+// or after Options.Claim. Only with Options.ReportClaims can it have a Report. A second claim of a
+// transfer is no error.
 type ClaimRequest struct {
 	ID    TransferID
 	From  Target
@@ -28,9 +28,8 @@ type ClaimRequest struct {
 }
 
 // LoadRequest is the engine's order to put a transfer into its blocks. They belong to the transfer
-// until its Report. The machine finds
-// out which ranks of the prefill engine have it. A Selection without blocks only tells P
-// that D needs nothing.
+// until its Report. The machine finds out which ranks of the prefill engine have it. A Selection
+// without blocks only tells P that D needs nothing.
 type LoadRequest struct {
 	ID   TransferID
 	From Target
@@ -97,9 +96,9 @@ type RestartMessage struct {
 	Digest string
 }
 
-// Outcomes of actions, of the user and of its transports, and the rest.
+// Outcomes of actions, and what else the agent tells.
 type (
-	// Resolved answers Resolve. A Code other than OK says why P's agent was not
+	// Resolved is the outcome of Resolve. A Code other than OK says why P's agent was not
 	// found or refused this one. Opened is an instant, on this machine's clock,
 	// before which that agent was not open for certain; zero if nothing is known.
 	Resolved struct {
@@ -110,20 +109,21 @@ type (
 		Code   Code
 		Reason string
 	}
-	// ResolvedParts answers Resolve if this agent loads from the engine in parts. From then on
+	// ResolvedParts is the outcome of Resolve if this agent loads from the engine in parts. From then on
 	// the half is a fan-in of one part for each rank found.
 	ResolvedParts struct {
 		ID    TransferID
 		Seq   uint64 // of the Resolve
 		Found []FoundPart
 	}
-	// Expecting answers Expect: the transport is armed and has given this grant, or Err says why not.
+	// Expecting is the outcome of Expect: the transport is armed and has given this grant, or Err says why not.
 	Expecting struct {
 		ID    TransferID
 		Grant []byte
 		Err   error
 	}
-	// LoadAnswered answers SendLoad.
+	// LoadAnswered is the outcome of SendLoad. Code and Reason count with LoadRefused only, Reason also with
+	// LoadAbsent and LoadSayHello.
 	LoadAnswered struct {
 		ID     TransferID
 		Seq    uint64 // of the SendLoad
@@ -131,15 +131,15 @@ type (
 		Code   Code
 		Reason string
 	}
-	// RenewReplied answers SendRenew, or a part of it: see SendRenew.Parts. Absent says that nobody listens
-	// at the peer's address; Err that no answer came.
+	// RenewReplied is the outcome of SendRenew, or of a part of it: see SendRenew.Parts. Absent says that nobody
+	// listens at the peer's address; Err that no answer came.
 	RenewReplied struct {
-		SendRenew
+		Renewal SendRenew
 		Answers []Answer
 		Absent  bool
 		Err     error
 	}
-	// ProbeReplied answers SendProbe. Absent says that nobody listens at the peer's address. A
+	// ProbeReplied is the outcome of SendProbe. Absent says that nobody listens at the peer's address. A
 	// peer that lives is absent too for a moment while it connects again. With Away it may be
 	// absent for as long as it takes to find another server. Err says that no answer came.
 	ProbeReplied struct {
@@ -147,9 +147,9 @@ type (
 		Absent, Away bool
 		Err          error
 	}
-	// MomentPassed answers Await.
+	// MomentPassed is the outcome of Await.
 	MomentPassed struct{ Moment Moment }
-	// MomentFailed answers Await if the moment cannot pass any more: its device is lost, or its
+	// MomentFailed is the outcome of Await if the moment cannot pass any more: its device is lost, or its
 	// engine's work has failed. What waits for it ends with this reason.
 	MomentFailed struct {
 		Moment Moment
@@ -161,7 +161,7 @@ type (
 		Stats TransferStats
 		Err   error
 	}
-	// Revoked answers Revoke: no byte of the load can land any more.
+	// Revoked is the outcome of Revoke: no byte of the load can land any more.
 	Revoked struct{ ID TransferID }
 	// Written is the transport's outcome of a Write.
 	Written struct {

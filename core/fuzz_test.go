@@ -10,7 +10,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// FuzzMachine is one machine's user. It reads its input as calls of the engine, messages
+// FuzzMachine is one machine's user. It reads its input as events: requests of the engine, messages
 // of peers and outcomes of a transport. The input chooses ids, blocks, codes, statuses and
 // the order. The duties of the package comment are kept, and the transport keeps to its
 // contract.
@@ -168,7 +168,7 @@ const grantDigest = "3492ad65d05a973f"
 
 func (u *user) tell(e core.Event) (answer core.Action) { return u.ledger.tell(u.m, u.now, e) }
 
-// next makes one call.
+// next tells one event.
 func (u *user) next() {
 	switch u.byte() % 17 {
 	case 0:
@@ -238,7 +238,7 @@ func (u *user) next() {
 		u.tell(core.ProbeReplied{Peer: u.peer(), Absent: b%2 == 0, Away: b%4 == 0, Err: u.failure()})
 	case 15: // a renewal's answer that nobody asked for, or another one than was asked
 		r := core.SendRenew{Peer: u.peer(), Loads: u.ids(), Claims: u.ids()}
-		u.tell(core.RenewReplied{SendRenew: r, Answers: u.answers(len(r.Loads) + len(r.Claims))})
+		u.tell(core.RenewReplied{Renewal: r, Answers: u.answers(len(r.Loads) + len(r.Claims))})
 	case 16:
 		u.tell(core.RestartMessage{From: u.peer(), ID: u.named(), Digest: pick(u, []string{"", "grant", grantDigest})})
 	}

@@ -132,7 +132,7 @@ func (u *user) answer() {
 		}
 		u.tell(core.LoadAnswered{ID: v.ID, Seq: v.Seq, Answer: answer, Code: code, Reason: "as it is"})
 	case core.SendRenew:
-		u.tell(core.RenewReplied{SendRenew: v, Answers: u.answers(len(v.Loads) + len(v.Claims)), Absent: u.byte()%4 == 3, Err: u.failure()})
+		u.tell(core.RenewReplied{Renewal: v, Answers: u.answers(len(v.Loads) + len(v.Claims)), Absent: u.byte()%4 == 3, Err: u.failure()})
 	case core.SendProbe:
 		b := u.byte()
 		u.tell(core.ProbeReplied{Peer: v.Peer, Absent: b%4 == 3, Away: b%8 == 7, Err: u.failure()})

@@ -85,7 +85,7 @@ func (m *Machine) stepLoad(now time.Time, r LoadRequest) error {
 	return nil
 }
 
-// loadTo is one row of the table: the load's next state, and what the step does.
+// loadTo is one row of the table: the load's next state, and what is to be done.
 func (m *Machine) loadTo(ld *load, next loadState, does ...Action) {
 	switch loadNone {
 	case next:

@@ -17,7 +17,7 @@ type farewell struct {
 }
 
 // restPeers forgets all P agents when nothing waits for one. Tick forgets them one by one,
-// but perhaps nobody calls it then.
+// but perhaps nobody tells it then.
 func (m *Machine) restPeers() {
 	if len(m.loads.byID)+len(m.claims.byID)+len(m.farewells.byID) == 0 {
 		clear(m.peers)

@@ -4,7 +4,7 @@ import "github.com/kvconn/kvconn/internal/fault"
 
 // With Options.ReportClaims the engine gets a Report of SideClaim, one for all parts, of a
 // claim whose load could only fail. The claim is then forgotten. So an engine that queues
-// a request until it has blocks hears before that its P is gone. If a Load follows all the
+// a request until it has blocks hears before that its P is gone. If a LoadRequest follows all the
 // same, it ends as the claim did.
 
 func (m *Machine) reportLost(r Report) {

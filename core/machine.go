@@ -121,17 +121,18 @@ var accepted Action = AnswerLoad{}
 // event has one, and then what is to be done.
 func (m *Machine) Step(now time.Time, e Event) []Action {
 	m.taken.begin(e)
+	var answer Action
 	switch v := e.(type) {
 	case LoadMessage:
-		m.actions = append(make([]Action, 0, 2), nil)
-		code, reason := m.stepLoadMessage(now, v)
-		if m.actions[0] = accepted; code != OK || reason != "" {
-			m.actions[0] = AnswerLoad{code, reason}
+		if m.actions == nil {
+			m.actions = make([]Action, 0, 2) // most have an answer and a Write
+		}
+		answer = accepted
+		if code, reason := m.stepLoadMessage(now, v); code != OK || reason != "" {
+			answer = AnswerLoad{code, reason}
 		}
 	case RenewMessage:
-		m.actions = append(make([]Action, 0, 2), nil)
-		answers := m.stepRenewMessage(now, v)
-		m.actions[0] = AnswerRenew{answers}
+		answer = AnswerRenew{m.stepRenewMessage(now, v)}
 	case FinishMessage:
 		m.stepFinishMessage(now, v)
 	case RestartMessage:
@@ -170,8 +171,11 @@ func (m *Machine) Step(now time.Time, e Event) []Action {
 		m.stepAbandon(now)
 	default:
 		if err := m.stepRequest(now, e); err != nil {
-			m.actions = slices.Insert(m.actions, 0, Action(Refuse{err}))
+			answer = Refuse{err}
 		}
+	}
+	if answer != nil {
+		m.actions = slices.Insert(m.actions, 0, answer)
 	}
 	if invariants.Enabled {
 		// With many halves only some steps check, since a check looks at all of them.
@@ -206,7 +210,7 @@ func (m *Machine) stepRequest(now time.Time, e Event) error {
 	case Withdraw:
 		return m.stepWithdraw(now, v.ID)
 	}
-	return fmt.Errorf("%w: an event of no known type", ErrInvalid)
+	panic("core: an event of no known type")
 }
 
 // Layout is what the machine was made for.

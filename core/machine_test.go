@@ -245,7 +245,7 @@ func (s *script) event(what string, c *coretest.Command) core.Event {
 				a.Code, a.Reason = s.codeNamed(c, f[1]), f[2]
 			}
 		}
-		return core.RenewReplied{SendRenew: core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims"), More: c.Value("more", "") == "yes"}, Answers: answers, Absent: absent, Err: failure}
+		return core.RenewReplied{Renewal: core.SendRenew{Peer: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims"), More: c.Value("more", "") == "yes"}, Answers: answers, Absent: absent, Err: failure}
 	case "claim":
 		return core.ClaimRequest{ID: id, From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}, Token: s.number(c, "token", 0)}
 	case "probed":

@@ -63,6 +63,7 @@ func (m *Machine) stepMomentPassed(now time.Time, at Moment) {
 
 func (m *Machine) stepMomentFailed(now time.Time, e MomentFailed) {
 	if fault.On("failed-is-passed") {
+		defer m.because("MomentPassed")()
 		m.stepMomentPassed(now, e.Moment)
 		return
 	}

@@ -84,7 +84,7 @@ func (m *Machine) lease(of *offer) time.Duration {
 	return of.load.Lease
 }
 
-// offerTo is one row of the table: the offer's next state, and what the step does.
+// offerTo is one row of the table: the offer's next state, and what is to be done.
 func (m *Machine) offerTo(of *offer, next offerState, does ...Action) {
 	if next == offerNone || next.ends() {
 		m.awaitNothing(of)
@@ -109,7 +109,7 @@ func (m *Machine) stepAnnounce(now time.Time, id TransferID) error {
 	}
 	if t, gone := m.ended.get(id); gone {
 		m.demandGone(id, t)
-		return nil // D gave up first; Offer will say so
+		return nil // D gave up first; the OfferRequest will tell so
 	}
 	if err := m.checkDemand(id); err != nil {
 		return err

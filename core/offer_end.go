@@ -93,7 +93,7 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 	of.endedIn = of.state
 	m.offerTo(of, offerNone)
 	if len(m.offers) == 0 {
-		clear(m.probes) // nobody may call Tick now
+		clear(m.probes) // perhaps nobody tells Tick now
 	}
 	if of.endedIn == offerEarly {
 		m.leaveEarly(of)

@@ -137,42 +137,42 @@ func (r SendRenew) Parts(answers []Answer) iter.Seq2[SendRenew, []Answer] {
 }
 
 func (m *Machine) stepRenewReplied(now time.Time, r RenewReplied) {
-	p := m.peers[r.Peer]
+	p := m.peers[r.Renewal.Peer]
 	if p == nil {
 		return
 	}
-	p.asking = r.More
+	p.asking = r.Renewal.More
 	m.noticePause(now)
 	err := r.Err
-	if err == nil && !r.Absent && len(r.Answers) != len(r.Loads)+len(r.Claims) {
-		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), len(r.Loads)+len(r.Claims))
+	if err == nil && !r.Absent && len(r.Answers) != len(r.Renewal.Loads)+len(r.Renewal.Claims) {
+		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), len(r.Renewal.Loads)+len(r.Renewal.Claims))
 	}
 	if err != nil || r.Absent {
 		if r.Absent || now.Sub(p.heard) >= m.patience() {
-			m.peerGone(now, r.Peer, r.Absent, fmt.Sprint(err))
+			m.peerGone(now, r.Renewal.Peer, r.Absent, fmt.Sprint(err))
 			return
 		}
 		p.next = now // with the next tick
 		return
 	}
 	p.heard = now
-	for i, id := range r.Loads {
-		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadWaiting {
+	for i, id := range r.Renewal.Loads {
+		if ld := m.loads.get(id); ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadWaiting {
 			m.loadRenewed(now, ld, r.Answers[i])
 			m.settle(now)
 		}
 	}
-	for i, id := range r.Claims {
-		if c := m.claims.get(id); c != nil && c.peer == r.Peer && c.state.atPeer() {
-			m.claimAnswered(now, c, r.Answers[len(r.Loads)+i])
+	for i, id := range r.Renewal.Claims {
+		if c := m.claims.get(id); c != nil && c.peer == r.Renewal.Peer && c.state.atPeer() {
+			m.claimAnswered(now, c, r.Answers[len(r.Renewal.Loads)+i])
 			m.settle(now)
 		}
-		if ld := m.loads.get(id); ld != nil && ld.peer == r.Peer && ld.state == loadAwaiting {
-			m.loadKept(now, ld, r.Answers[len(r.Loads)+i])
+		if ld := m.loads.get(id); ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadAwaiting {
+			m.loadKept(now, ld, r.Answers[len(r.Renewal.Loads)+i])
 			m.settle(now)
 		}
 	}
-	if !r.More && (p.fresh || p.due(now)) { // they came while this was under way
+	if !r.Renewal.More && (p.fresh || p.due(now)) { // they came while this was under way
 		m.tickPeers(now)
 	}
 }

@@ -120,6 +120,33 @@ func eventTypes(t testing.TB) (names []string) {
 	return names
 }
 
+// TestStepTakesEachEvent: each type of Event has a case in Step or stepRequest, once, and no other type has one.
+func TestStepTakesEachEvent(t *testing.T) {
+	f, err := parser.ParseFile(token.NewFileSet(), "machine.go", nil, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var cases []string
+	for _, d := range f.Decls {
+		if fn, ok := d.(*ast.FuncDecl); ok && (fn.Name.Name == "Step" || fn.Name.Name == "stepRequest") {
+			ast.Inspect(fn, func(n ast.Node) bool {
+				if c, ok := n.(*ast.CaseClause); ok {
+					for _, of := range c.List {
+						cases = append(cases, of.(*ast.Ident).Name)
+					}
+				}
+				return true
+			})
+		}
+	}
+	events := eventTypes(t)
+	slices.Sort(cases)
+	slices.Sort(events)
+	if !slices.Equal(cases, events) || len(events) < 20 {
+		t.Errorf("the machine takes %v, and the events are %v", cases, events)
+	}
+}
+
 // TestTransitions: each state of the code is in the tables, and each state and event of the tables in
 // the code. TestSim and TestTranscripts check what happens.
 func TestTransitions(t *testing.T) {

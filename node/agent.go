@@ -257,12 +257,12 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 		partial: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesPartial += bytes }) }}
 	return a.halves.move(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
-		a.halves.machine = core.New(layout, a.cfg.machine())
+		a.halves.machine = core.New(layout, a.cfg.machineOptions())
 	})
 }
 
-// machine are the options of the agent's machine.
-func (c *Config) machine() core.Options {
+// machineOptions are those of the agent's machine.
+func (c *Config) machineOptions() core.Options {
 	return core.Options{Lease: time.Duration(c.Lease), PeerTimeout: time.Duration(c.PeerTimeout), EarlyLoad: time.Duration(c.EarlyLoad),
 		MomentTimeout: time.Duration(c.MomentTimeout), Claim: time.Duration(c.Claim), Load: time.Duration(c.Load), Offer: time.Duration(c.Offer),
 		MaxTransfers: c.MaxTransfers, ReportDemands: c.ReportDemands, ReportClaims: c.ReportClaims}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // ErrNotRegistered: a transfer was asked for before RegisterKVCaches.
@@ -158,25 +159,38 @@ func (h *halves) fits(n int) error {
 	return nil
 }
 
-// tell tells the machine of events of this instant, one after the other, and returns the answer to the last.
-// It does so also while the agent closes, and does nothing while there is no machine.
-func (h *halves) tell(events ...core.Event) (answer core.Action) {
+// tell tells the machine of an event of this instant and returns the answer. It does so also while the agent
+// closes, and does nothing while there is no machine.
+func (h *halves) tell(e core.Event) (answer core.Action) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.machine == nil {
 		return nil
 	}
-	now := h.clock.Now()
-	for _, e := range events {
-		answer = h.step(now, e)
+	return h.step(h.clock.Now(), e)
+}
+
+// finished tells what a peer says of transfers' ends.
+func (h *halves) finished(from core.AgentID, list []wire.Finish) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.machine == nil {
+		return
 	}
-	return answer
+	now := h.clock.Now()
+	for _, f := range list {
+		if id := core.TransferID(f.TransferID); f.Restart != "" {
+			h.step(now, core.RestartMessage{From: from, ID: id, Digest: f.Restart})
+		} else {
+			h.step(now, core.FinishMessage{From: from, ID: id, Code: core.Code(f.Code), Reason: f.Reason})
+		}
+	}
 }
 
 // renewReplied gives the lock back between the parts of a long answer.
 func (h *halves) renewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
 	for part, some := range v.Parts(answers) {
-		h.tell(core.RenewReplied{SendRenew: part, Answers: some, Absent: absent, Err: err})
+		h.tell(core.RenewReplied{Renewal: part, Answers: some, Absent: absent, Err: err})
 	}
 }
 

@@ -14,7 +14,7 @@ import (
 // recorded has the agent's machine recorded from now on. Nothing may be under way.
 func (s *side) recorded() *coretest.Record {
 	r := &coretest.Record{Limit: 1 << 14}
-	opt := s.cfg.machine()
+	opt := s.cfg.machineOptions()
 	opt.OnStep = r.Add
 	s.halves.mu.Lock()
 	defer s.halves.mu.Unlock()
@@ -77,10 +77,35 @@ func TestReplay(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for of, r := range map[*side]*coretest.Record{p: ofP, d: ofD} {
-		if r.Missed > 0 {
-			t.Fatalf("the record has no room for %d steps", r.Missed)
+	for _, c := range []struct {
+		of      *side
+		record  *coretest.Record
+		kinds   []string // of events that must be there
+		refused int
+	}{
+		{p, ofP, []string{"Announce", "PartialOffer", "Withdraw", "OfferRequest", "LoadMessage", "FinishMessage", "Written", "Close"}, n},
+		{d, ofD, []string{"ClaimRequest", "LoadRequest", "Resolved", "Expecting", "LoadAnswered", "Received", "Cancel", "Close"}, 0},
+	} {
+		if c.record.Missed > 0 {
+			t.Fatalf("the record has no room for %d steps", c.record.Missed)
 		}
-		t.Logf("%s: %d steps: %v", of.cfg.Role, len(r.Steps), r.Replay(t, layout, of.cfg.machine()))
+		kinds := c.record.Replay(t, layout, c.of.cfg.machineOptions()) // both have the same caches
+		for _, kind := range c.kinds {
+			if kinds[kind] == 0 {
+				t.Errorf("the machine of the %s agent was told no %s", c.of.cfg.Role, kind)
+			}
+		}
+		refused := 0
+		for _, s := range c.record.Steps {
+			if answer, _ := core.Split(s.Actions); answer != nil {
+				if _, ok := answer.(core.Refuse); ok {
+					refused++
+				}
+			}
+		}
+		if refused != c.refused {
+			t.Errorf("the machine of the %s agent has refused %d events, want %d", c.of.cfg.Role, refused, c.refused)
+		}
+		t.Logf("%s: %d steps: %v", c.of.cfg.Role, len(c.record.Steps), kinds)
 	}
 }

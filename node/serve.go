@@ -73,7 +73,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 			return sayHello() // nothing of it is under way here
 		}
 		for part := range slices.Chunk(req.Finishes, core.MaxLocked) {
-			s.finished(from, part)
+			s.halves.finished(from, part)
 		}
 		return &wire.Reply{}
 	case wire.KindJoin:
@@ -158,19 +158,6 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 		}
 	}
 	return &wire.Reply{Code: int(answer.Code), Reason: answer.Reason}
-}
-
-// finished takes what a peer says of transfers' ends.
-func (s *server) finished(from core.AgentID, list []wire.Finish) {
-	events := make([]core.Event, len(list))
-	for i, f := range list {
-		if id := core.TransferID(f.TransferID); f.Restart != "" {
-			events[i] = core.RestartMessage{From: from, ID: id, Digest: f.Restart}
-		} else {
-			events[i] = core.FinishMessage{From: from, ID: id, Code: core.Code(f.Code), Reason: f.Reason}
-		}
-	}
-	s.halves.tell(events...)
 }
 
 // renewed returns the answers to a renewal.

@@ -290,7 +290,7 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 		}
 	}
 	for part, some := range v.Parts(answers) {
-		a.renewedPart(core.RenewReplied{SendRenew: part, Answers: some, Absent: absent, Err: err})
+		a.renewedPart(core.RenewReplied{Renewal: part, Answers: some, Absent: absent, Err: err})
 	}
 	done()
 	for i, id := range v.Claims {
@@ -309,10 +309,10 @@ func (a *agent) renewedPart(e core.RenewReplied) {
 		}
 	}
 	more := ""
-	if e.More {
+	if e.Renewal.More {
 		more = "yes"
 	}
-	a.event(e, "renewed peer=%s%s%s%s%s%s%s%s", e.Peer, optional("ids", list(e.Loads)), optional("claims", list(e.Claims)),
+	a.event(e, "renewed peer=%s%s%s%s%s%s%s%s", e.Renewal.Peer, optional("ids", list(e.Renewal.Loads)), optional("claims", list(e.Renewal.Claims)),
 		optional("says", list(says)), optional("ends", strings.Join(ends, " | ")), optional("more", more), absence(e.Absent), failure(e.Err))
 }
 
