@@ -19,16 +19,27 @@ type awaited struct {
 	session *sealSession
 	opening *opening
 
+	absent chan *nats.Msg // the word that nobody listens
+
 	opened *sealSession  // what came of the opening
 	again  bool          // the answerer does not know the session
 	others atomic.Int32  // messages that were no answer
 	counts *atomic.Int32 // nil, or where they are counted too
 }
 
+// awaits makes what waits for the answer of an agent.
+func (s *seals) awaits(to core.AgentID, of mark) *awaited {
+	return &awaited{self: s.self, strange: &s.strange, to: to, mark: of, absent: make(chan *nats.Msg, 1)}
+}
+
 // right says whether a message is the answer, and opens it.
 func (a *awaited) right(m *nats.Msg) bool {
-	if noResponders(m) { // a server's word, which anybody could say: it is no proof that the agent is gone
-		return true
+	if noResponders(m) { // a server's word, which anybody can say
+		select {
+		case a.absent <- m:
+		default: // it has been said already
+		}
+		return false
 	}
 	switch kind := kindOfSealed(m.Data); {
 	case kind == sealAnswer && a.session != nil:

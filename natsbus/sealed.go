@@ -184,8 +184,9 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	if err != nil {
 		return nil, err
 	}
-	a := &awaited{self: l.seals.self, strange: &l.seals.strange, to: to, mark: markOf(o.message), opening: o, counts: others}
-	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a.right)
+	a := l.seals.awaits(to, markOf(o.message))
+	a.opening, a.counts = o, others
+	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a)
 	switch {
 	case err != nil:
 		return nil, a.failed(err)
@@ -216,8 +217,9 @@ func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID
 		}
 		data = s.sealRequest(data)
 		room.bytes = data
-		a := &awaited{self: l.seals.self, strange: &l.seals.strange, to: to, mark: markOf(data), session: s}
-		m, err := l.ask(ctx, connected, subject(to, l.id), data, a.right)
+		a := l.seals.awaits(to, markOf(data))
+		a.session = s
+		m, err := l.ask(ctx, connected, subject(to, l.id), data, a)
 		if err != nil {
 			return nil, a.failed(err)
 		}
