@@ -29,7 +29,7 @@ func Open(opt Options) (*Bus, error) {
 			b.cancel()
 			return nil, err
 		}
-		b.seals = newSeals(opt.Identity)
+		b.seals, b.opens, b.openers = newSeals(opt.Identity), make(chan *asked, maxOpens), make(chan struct{}, maxOpeners)
 		b.openHome = func() (*link, error) {
 			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP, nil})
 		}

@@ -8,7 +8,7 @@ type seals struct {
 	served *served
 	opened *openSessions
 	// What came and was not taken, by the reason.
-	plain, foreign, repeated, forged, unknown, strange atomic.Int64
+	plain, foreign, repeated, forged, unknown, strange, crowded atomic.Int64
 
 	accepted atomic.Int64 // sessions that others have opened
 }
