@@ -133,6 +133,10 @@ type incoming struct {
 	replays replays // guarded by served.mu, as all that follows is
 	proved  bool    // a request has come that only the asker can make
 	place   *list.Element
+	// Of a proved one: with others of its key, in its place there, and which use its last one was.
+	holder *holder
+	among  *list.Element
+	used   uint64
 }
 
 // direction is the key of one way of a session. Who seals counts.

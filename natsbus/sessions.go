@@ -30,14 +30,17 @@ const (
 type served struct {
 	mu     sync.Mutex
 	by     map[uint64]*sealSession
-	opens  map[[sha256.Size]byte]bool          // of the sessions that there are
-	unused *list.List                          // of *sealSession, the oldest first
-	used   *list.List                          // by their last use
-	each   map[[ed25519.PublicKeySize]byte]int // of those in use
+	opens  map[[sha256.Size]byte]bool // of the sessions that there are
+	unused *list.List                 // of *sealSession, the oldest first
+	used   *list.List                 // by their last use
+
+	uses    uint64 // counts them
+	each    map[[ed25519.PublicKeySize]byte]*holder
+	holders holders
 }
 
 func newServed() *served {
-	return &served{by: map[uint64]*sealSession{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]int{}}
+	return &served{by: map[uint64]*sealSession{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]*holder{}}
 }
 
 // repeated says that there is a session for an open already.
@@ -84,10 +87,7 @@ func (s *served) drop(v *sealSession) {
 		s.unused.Remove(v.in.place)
 		return
 	}
-	s.used.Remove(v.in.place)
-	if s.each[v.in.key]--; s.each[v.in.key] == 0 {
-		delete(s.each, v.in.key)
-	}
+	s.release(v)
 }
 
 // find is the session of a request, and what its number says. It is nil if there is none.
@@ -115,29 +115,16 @@ func (s *served) use(v *sealSession, number uint64) arrival {
 		return arrivalNew
 	}
 	if v.in.proved {
-		s.used.MoveToBack(v.in.place)
+		s.touch(v)
 		return arrivalNew
 	}
 	if s.used.Len() >= maxSessions {
-		s.makeRoom()
+		s.drop(s.holders.first())
 	}
 	s.unused.Remove(v.in.place)
-	v.in.proved, v.in.place = true, s.used.PushBack(v)
-	s.each[v.in.key]++
+	v.in.proved = true
+	s.hold(v)
 	return arrivalNew
-}
-
-// makeRoom drops a session in use; mu is held.
-func (s *served) makeRoom() {
-	var first *sealSession
-	most := 0
-	for e := s.used.Front(); e != nil; e = e.Next() {
-		v := e.Value.(*sealSession)
-		if n := s.each[v.in.key]; n > most {
-			first, most = v, n
-		}
-	}
-	s.drop(first)
 }
 
 // openSessions are the sessions that this agent has opened to ask others, one for each.

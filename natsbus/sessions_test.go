@@ -128,8 +128,8 @@ func TestServedSessions(t *testing.T) {
 		if !has(1) || !has(50_000) || !has(50_099) || has(10_100) || !has(10_101) || s.used.Len() != maxSessions {
 			t.Errorf("newcomers have put out others than the key that has the most")
 		}
-		if s.each[[32]byte{3}] != maxSessions-101 || len(s.each) != 102 {
-			t.Errorf("%d of the key, %d keys", s.each[[32]byte{3}], len(s.each))
+		if s.each[[32]byte{3}].sessions.Len() != maxSessions-101 || len(s.holders) != len(s.each) || len(s.each) != 102 {
+			t.Errorf("%d of the key, %d keys", s.each[[32]byte{3}].sessions.Len(), len(s.each))
 		}
 		gone := s.by[50_000]
 		s.drop(gone)
