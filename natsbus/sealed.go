@@ -196,8 +196,17 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	return a.opened, nil
 }
 
-// errForgetful: the agent forgets sessions as soon as they are open, since it has too many. Asking again may help.
-var errForgetful = errors.New("it does not know the session that it has opened a moment ago")
+// forgetfulError: the agent has forgotten a session. Nothing is wrong with the way to it, and asking again may help: to
+// a caller it is as one that cannot be reached for a while.
+type forgetfulError string
+
+func (e forgetfulError) Error() string { return string(e) }
+
+// Is makes it core.ErrUnreachable.
+func (e forgetfulError) Is(target error) bool { return target == core.ErrUnreachable }
+
+// errForgetful: the agent forgets sessions as soon as they are open, since it has too many.
+const errForgetful = forgetfulError("it does not know the session that it has opened a moment ago")
 
 // askSealed is ask over a link to a cluster.
 func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID, req *wire.Request, room *room) (*nats.Msg, error) {
