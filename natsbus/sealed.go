@@ -36,6 +36,8 @@ func (b *Bus) admit(v *asked) bool {
 			return drop(&seals.foreign, "its session is another's")
 		case number == arrivalSeen:
 			return drop(&seals.repeated, "it has come before")
+		case number == arrivalOld: // nobody may be told so: its asker may await the answer, and would ask again
+			return drop(&seals.repeated, "it may have come before")
 		case number == arrivalNew:
 			v.session = s
 		}
@@ -63,11 +65,6 @@ func (b *Bus) unseal(v *asked) bool {
 		b.log.Sugar().Debugf("natsbus: no answer over %s to a message of %s: %v", v.link.name, v.from, why)
 		return false
 	}
-	unknown := func() bool {
-		seals.unknown.Add(1)
-		b.respond(v, seals.self.notice(v.from, &v.mark, noticeAgain, ""))
-		return false
-	}
 	switch {
 	case kindOfSealed(m.Data) == sealOpen:
 		s, answer, err := seals.self.accept(v.from, m.Data, seals.served.number())
@@ -83,7 +80,9 @@ func (b *Bus) unseal(v *asked) bool {
 	case kindOfSealed(m.Data) == 0: // only where a defect is tried
 		return true
 	case v.session == nil:
-		return unknown()
+		seals.unknown.Add(1)
+		b.respond(v, seals.self.notice(v.from, &v.mark, noticeAgain, ""))
+		return false
 	}
 	number := numberOf(m.Data)
 	plain, err := v.session.requests.unseal(m.Data, nil)
@@ -94,7 +93,7 @@ func (b *Bus) unseal(v *asked) bool {
 	case arrivalSeen:
 		return drop(&seals.repeated, errors.New("it has come before"))
 	case arrivalOld:
-		return unknown()
+		return drop(&seals.repeated, errors.New("it may have come before"))
 	}
 	m.Data = plain
 	return true
@@ -208,6 +207,20 @@ func (e forgetfulError) Is(target error) bool { return target == core.ErrUnreach
 // errForgetful: the agent forgets sessions as soon as they are open, since it has too many.
 const errForgetful = forgetfulError("it does not know the session that it has opened a moment ago")
 
+// errUncertain: nothing tells the asker whether the agent forgot the session before or after the request. It may have
+// handled the request, and somebody who has heard that may have sent it again.
+const errUncertain = forgetfulError("it does not know the session of the request any more, and may have handled the request before")
+
+// repeatable says whether a request may be handled twice. Those of these kinds are made so, since their asker itself asks
+// again if no answer comes. A signal's meaning is its transport's own.
+func repeatable(kind wire.Kind) bool {
+	switch kind {
+	case wire.KindHello, wire.KindLoad, wire.KindRenew, wire.KindFinish, wire.KindJoin:
+		return true
+	}
+	return false
+}
+
 // askSealed is ask over a link to a cluster.
 func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID, req *wire.Request, room *room) (*nats.Msg, error) {
 	var stale *sealSession
@@ -232,8 +245,12 @@ func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID
 		if err != nil {
 			return nil, a.failed(err)
 		}
-		if !a.again {
+		switch {
+		case !a.again:
 			return m, nil
+		case !repeatable(req.Kind) && !fault.On("seal-repeats-all"):
+			l.seals.opened.forget(to, s)
+			return nil, errUncertain
 		}
 		stale = s
 	}

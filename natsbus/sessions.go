@@ -205,6 +205,19 @@ func (o *openSessions) add(peer core.AgentID) *asking {
 	return a
 }
 
+// forget forgets a session with an agent, if it is still the one.
+func (o *openSessions) forget(peer core.AgentID, s *sealSession) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	with := o.by[peer]
+	if with == nil || with.session != s {
+		return
+	}
+	if with.session = nil; with.attempt == nil {
+		o.drop(with)
+	}
+}
+
 func (o *openSessions) drop(a *asking) {
 	delete(o.by, a.peer)
 	o.order.Remove(a.place)
