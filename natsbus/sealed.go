@@ -52,6 +52,7 @@ func (b *Bus) admit(v *asked) bool {
 		if err == nil {
 			b.respond(v, refusal)
 		}
+		b.warnPlain(v)
 		return drop(&seals.plain, "it is not sealed")
 	}
 	return true

@@ -7,9 +7,7 @@ type seals struct {
 	self   *Identity
 	served *served
 	opened *openSessions
-	// What came and was not taken, by the reason.
-	plain, foreign, repeated, forged, unknown, strange, crowded atomic.Int64
-
+	refusals
 	accepted atomic.Int64 // sessions that others have opened
 }
 
