@@ -9,6 +9,7 @@ import (
 // refusals are the messages over a cluster that were not taken, by the reason.
 type refusals struct {
 	plain    atomic.Int64 // not sealed
+	version  atomic.Int64 // a request that is sealed as another release does it
 	forged   atomic.Int64 // a signature or tag is wrong
 	repeated atomic.Int64 // it has come before, or may have
 	foreign  atomic.Int64 // its session is another agent's
@@ -16,7 +17,7 @@ type refusals struct {
 	crowded  atomic.Int64 // an open, of which too many wait
 	strange  atomic.Int64 // it came as a request and is none, or as an answer and is not the agent's
 
-	lines struct{ plain ratelog.Limit } // for the log
+	lines struct{ plain, version ratelog.Limit } // for the log
 }
 
 // Refused counts the messages over a NATS cluster that were not taken, by the reason. It is nil without a cluster.
@@ -26,7 +27,7 @@ func (b *Bus) Refused() map[string]uint64 {
 		return nil
 	}
 	counts := map[string]uint64{}
-	for reason, n := range map[string]*atomic.Int64{"plain": &s.plain, "forged": &s.forged, "repeated": &s.repeated, "foreign": &s.foreign,
+	for reason, n := range map[string]*atomic.Int64{"plain": &s.plain, "version": &s.version, "forged": &s.forged, "repeated": &s.repeated, "foreign": &s.foreign,
 		"unknown": &s.unknown, "crowded": &s.crowded, "strange": &s.strange} {
 		counts[reason] = uint64(n.Load())
 	}
@@ -37,5 +38,12 @@ func (b *Bus) Refused() map[string]uint64 {
 func (b *Bus) warnPlain(v *asked) {
 	v.link.seals.lines.plain.Do(func(note string) {
 		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s without a seal, and was refused: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, note)
+	})
+}
+
+// warnVersion says who, by its own word, seals otherwise. It gets no answer: no release knows how another reads one.
+func (b *Bus) warnVersion(v *asked, version byte) {
+	v.link.seals.lines.version.Do(func(note string) {
+		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s with a seal of version %d, and this agent knows version %d only: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, version, sealVersion, note)
 	})
 }

@@ -95,6 +95,14 @@ func kindOfSealed(m []byte) sealKind {
 	return 0
 }
 
+// otherVersion is the version of a sealed message of another release.
+func otherVersion(m []byte) (version byte, other bool) {
+	if len(m) < 2 || m[0] != sealMark || m[1] == sealVersion {
+		return 0, false
+	}
+	return m[1], true
+}
+
 // signText is what an agent signs. Its first byte is in no UTF-8: an agent with an nkey also
 // signs any text that a NATS server sends it, when it enters there.
 func signText(what string, asker, answerer core.AgentID, parts ...[]byte) []byte {

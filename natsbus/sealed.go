@@ -43,7 +43,11 @@ func (b *Bus) admit(v *asked) bool {
 		}
 	default:
 		if len(m.Data) > 0 && m.Data[0] == sealMark {
-			return drop(&seals.strange, "it is of another release, or no request")
+			if version, other := otherVersion(m.Data); other {
+				b.warnVersion(v, version)
+				return drop(&seals.version, "it is sealed by another version")
+			}
+			return drop(&seals.strange, "it is no request")
 		}
 		if fault.On("seal-none") {
 			return true
