@@ -93,6 +93,9 @@ func (b *Bus) Close(ctx context.Context) error {
 		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", len(b.slots), ctx.Err())
 	}
 	all(b.allLinks(), (*link).close)
+	if b.seals != nil {
+		b.seals.close()
+	}
 	close(b.closed)
 	return b.err
 }

@@ -138,8 +138,9 @@ type incoming struct {
 	key  [ed25519.PublicKeySize]byte // of the asker
 	open [sha256.Size]byte           // the digest of the asker's open
 
-	replays replays // guarded by served.mu, as all that follows is
-	proved  bool    // a request has come that only the asker can make
+	last    time.Time // guarded by served.mu, as all that follows is: it was used, or opened
+	replays replays
+	proved  bool // a request has come that only the asker can make
 	place   *list.Element
 	// Of a proved one: with others of its key, in its place there, and which use its last one was.
 	holder *holder
@@ -270,7 +271,8 @@ func (o *opening) finish(opened []byte) (*sealSession, error) {
 
 // spent says that the asker may not use the session any more. The answerer keeps it for longer.
 func (s *sealSession) spent(now time.Time) bool {
-	return s.requests.next.Load() >= 2*sessionRequests || now.Sub(s.began) >= sessionLife*3/2
+	n, age := s.requests.next.Load(), now.Sub(s.began)
+	return n >= 2*sessionRequests || age >= sessionLife*3/2 || n == 0 && age >= unusedLife/2
 }
 
 // worn says that the asker is to open another session, and may use this one until it has.

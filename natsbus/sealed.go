@@ -80,6 +80,7 @@ func (b *Bus) unseal(v *asked) bool {
 			return drop(&seals.repeated, errors.New("its session is open already"))
 		}
 		seals.accepted.Add(1)
+		seals.kept()
 		b.respond(v, answer)
 		return false
 	case kindOfSealed(m.Data) == 0: // only where a defect is tried
@@ -145,7 +146,10 @@ const openAgain = time.Second
 // openSession makes an attempt to open a session. It sends one open after the other, and takes the answer to any of them.
 func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a *attempt) {
 	s, err := (*sealSession)(nil), errFault
-	defer func() { l.seals.opened.ended(to, a, s, err) }() // also after a panic
+	defer func() { // also after a panic
+		l.seals.opened.ended(to, a, s, err)
+		l.seals.kept()
+	}()
 	ctx, cancel := context.WithTimeout(b.ctx, b.opt.ConnectTimeout)
 	defer cancel()
 	type outcome struct {

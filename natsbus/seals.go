@@ -1,6 +1,10 @@
 package natsbus
 
-import "sync/atomic"
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+)
 
 // seals are what an agent of a cluster seals and opens messages with.
 type seals struct {
@@ -9,6 +13,10 @@ type seals struct {
 	opened *openSessions
 	refusals
 	accepted atomic.Int64 // sessions that others have opened
+
+	mu      sync.Mutex
+	sweeper *time.Timer // nil while there is no session
+	closed  bool
 }
 
 func newSeals(self *Identity) *seals {

@@ -74,7 +74,7 @@ func (s *served) add(v *sealSession) bool {
 	for e := s.used.Front(); e != nil && v.began.Sub(e.Value.(*sealSession).began) >= servedLife; e = s.used.Front() {
 		s.drop(e.Value.(*sealSession))
 	}
-	s.by[v.id], s.opens[v.in.open] = v, true
+	s.by[v.id], s.opens[v.in.open], v.in.last = v, true, v.began
 	v.in.place = s.unused.PushBack(v)
 	return true
 }
@@ -95,7 +95,7 @@ func (s *served) find(id, number uint64, now time.Time) (*sealSession, arrival) 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	v := s.by[id]
-	if v == nil || now.Sub(v.began) >= servedLife {
+	if v == nil || now.Sub(v.began) >= servedLife || v.idle(now) {
 		return nil, arrivalNew
 	}
 	if fault.On("seal-replayed") {
@@ -114,6 +114,7 @@ func (s *served) use(v *sealSession, number uint64) arrival {
 	if s.by[v.id] != v { // it has given way meanwhile
 		return arrivalNew
 	}
+	v.in.last = time.Now()
 	if v.in.proved {
 		s.touch(v)
 		return arrivalNew
@@ -139,6 +140,7 @@ type asking struct {
 	peer    core.AgentID
 	session *sealSession // nil: none is open
 	attempt *attempt     // to open one; nil if none is under way
+	used    time.Time    // when it was asked for, or opened
 	place   *list.Element
 }
 
@@ -165,6 +167,10 @@ func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time)
 		with = o.add(peer)
 	}
 	o.order.MoveToBack(with.place)
+	if with.idle(now) { // also if no other can be opened
+		with.session = nil
+	}
+	with.used = now
 	if s = with.session; s == stale || s != nil && s.spent(now) {
 		s = nil
 	}
@@ -185,7 +191,7 @@ func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err 
 	close(a.done)
 	with := o.by[peer] // an agent with an attempt makes no room
 	if with.attempt = nil; s != nil {
-		with.session = s
+		with.session, with.used = s, time.Now()
 	} else if with.session == nil {
 		o.drop(with)
 	}
