@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -61,6 +62,44 @@ func TestForgedAbsence(t *testing.T) {
 		list.came(word(subj))
 		if m, err := await(context.Background(), context.Background(), answer, nil); err != nil || !noResponders(m) || time.Since(began) != 0 {
 			t.Errorf("of the agent's own server the word counts after %v: %v, %v", time.Since(began), m, err)
+		}
+	})
+}
+
+// TestAbsenceForTheHasty: who waits for less than absentGrace is told that nobody listens too, also if the word came in the
+// place of a session. One who has given up is not.
+func TestAbsenceForTheHasty(t *testing.T) {
+	word := &nats.Msg{Header: nats.Header{"Status": []string{"503"}}}
+	synctest.Test(t, func(t *testing.T) {
+		absent := make(chan *nats.Msg, 1)
+		absent <- word
+		hasty, cancel := context.WithTimeout(context.Background(), absentGrace/2)
+		defer cancel()
+		if m, err := await(hasty, context.Background(), nil, absent); m != word {
+			t.Errorf("%v, %v", m, err)
+		}
+		absent <- word
+		gone, cancel := context.WithCancel(context.Background())
+		time.AfterFunc(absentGrace/2, cancel)
+		if m, err := await(gone, context.Background(), nil, absent); err != context.Canceled {
+			t.Errorf("%v, %v", m, err)
+		}
+	})
+	synctest.Test(t, func(t *testing.T) {
+		l, b := &link{seals: newSeals(NewIdentity())}, &Bus{}
+		_, a, _ := l.seals.opened.get("P", nil, time.Now()) // another request's attempt
+		one := l.seals.awaits("P", mark{})
+		one.attempt = a
+		for _, came := range []bool{false, true} {
+			if came {
+				one.right(word)
+			}
+			hasty, cancel := context.WithTimeout(context.Background(), absentGrace/2)
+			defer cancel()
+			_, err := b.sessionWith(hasty, context.Background(), l, "P", nil)
+			if u := (*unopened)(nil); errors.As(err, &u) != came || came && u.m != word || !came && !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("the word has come: %v; %v", came, err)
+			}
 		}
 	})
 }

@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -45,7 +46,7 @@ func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *aw
 const absentGrace = 50 * time.Millisecond
 
 // await waits for the answer. In a cluster the word that nobody listens comes by absent: anybody who hears the
-// request can say it. It counts only if the agent itself does not answer within absentGrace.
+// request can say it. It counts only if the agent itself does not answer within absentGrace, or by the end of ctx.
 func await(ctx, session context.Context, answer, absent <-chan *nats.Msg) (*nats.Msg, error) {
 	var word *nats.Msg
 	var over <-chan time.Time
@@ -65,6 +66,9 @@ func await(ctx, session context.Context, answer, absent <-chan *nats.Msg) (*nats
 				return word, nil
 			}
 		case <-ctx.Done():
+			if word != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+				return word, nil
+			}
 			return nil, ctx.Err()
 		case <-session.Done():
 			return nil, session.Err()

@@ -21,10 +21,10 @@ type awaited struct {
 
 	absent chan *nats.Msg // the word that nobody listens
 
-	opened *sealSession  // what came of the opening
-	again  bool          // the answerer does not know the session
-	others atomic.Int32  // messages that were no answer
-	counts *atomic.Int32 // nil, or where they are counted too
+	opened  *sealSession // what came of the opening
+	again   bool         // the answerer does not know the session
+	others  atomic.Int32 // messages that were no answer
+	attempt *attempt     // nil, or of which this is a part: it is told too
 }
 
 // awaits makes what waits for the answer of an agent.
@@ -38,6 +38,9 @@ func (a *awaited) right(m *nats.Msg) bool {
 		select {
 		case a.absent <- m:
 		default: // it has been said already
+		}
+		if a.attempt != nil {
+			a.attempt.word.Store(m)
 		}
 		return false
 	}
@@ -68,8 +71,8 @@ func (a *awaited) right(m *nats.Msg) bool {
 		return true
 	}
 	a.others.Add(1)
-	if a.counts != nil {
-		a.counts.Add(1)
+	if a.attempt != nil {
+		a.attempt.others.Add(1)
 	}
 	a.strange.Add(1)
 	return false

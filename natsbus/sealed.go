@@ -130,6 +130,9 @@ func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.Agent
 		select {
 		case <-a.done:
 		case <-ctx.Done():
+			if m := a.word.Load(); m != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) { // as await does
+				return nil, &unopened{m}
+			}
 			return nil, a.failed(ctx.Err())
 		}
 		if !errors.Is(a.err, context.DeadlineExceeded) || ctx.Err() != nil {
@@ -165,7 +168,7 @@ func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a
 			case <-ctx.Done():
 			}
 		}()
-		o.session, o.err = b.openOnce(ctx, connected, l, to, &a.others)
+		o.session, o.err = b.openOnce(ctx, connected, l, to, a)
 	}
 	again := time.NewTicker(openAgain)
 	defer again.Stop()
@@ -187,13 +190,13 @@ func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a
 }
 
 // openOnce sends an open and waits for its answer.
-func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID, others *atomic.Int32) (*sealSession, error) {
+func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID, of *attempt) (*sealSession, error) {
 	o, err := l.seals.self.open(to)
 	if err != nil {
 		return nil, err
 	}
 	a := l.seals.awaits(to, markOf(o.message))
-	a.opening, a.counts = o, others
+	a.opening, a.attempt = o, of
 	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a)
 	switch {
 	case err != nil:

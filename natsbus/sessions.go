@@ -7,7 +7,10 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"sync"
+	"sync/atomic"
 	"time"
+
+	"github.com/nats-io/nats.go"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
@@ -148,7 +151,8 @@ type asking struct {
 // be short, and the next would begin from the beginning.
 type attempt struct {
 	awaited
-	done    chan struct{} // closed when session or err is set
+	word    atomic.Pointer[nats.Msg] // that nobody listens; nil if it has not come
+	done    chan struct{}            // closed when session or err is set
 	session *sealSession
 	err     error
 }
