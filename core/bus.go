@@ -19,7 +19,7 @@ var (
 	ErrAway = errors.New("the agent may come back")
 	// ErrTooLarge: the message is over the servers' limit.
 	ErrTooLarge = errors.New("message is too large")
-	// ErrUnreachable: the bootstrap address or cluster cannot be reached.
+	// ErrUnreachable: the bootstrap address or cluster cannot be reached, or an agent there forgets whom it talks to.
 	ErrUnreachable = errors.New("bootstrap address cannot be reached")
 	// ErrNotRegistered: the registry is reached and has no such engine or rank.
 	ErrNotRegistered = errors.New("engine is not registered")

@@ -2,7 +2,9 @@ package natsbus
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"time"
 
 	"github.com/nats-io/nats.go"
 
@@ -22,22 +24,54 @@ func (l *link) encode(req *wire.Request, room *room, start []byte, added int) ([
 	return data, nil
 }
 
-// ask sends a request and waits for its answer, until ctx ends or the session breaks. right, if it is not nil, knows the answer.
-func (l *link) ask(ctx, session context.Context, subj string, data []byte, right func(*nats.Msg) bool) (*nats.Msg, error) {
+// ask sends a request and waits for its answer, until ctx ends or the session breaks. a, if it is not nil, knows the answer.
+func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *awaited) (*nats.Msg, error) {
 	if err := either(ctx.Err(), session.Err()); err != nil {
 		return nil, err
+	}
+	var right func(*nats.Msg) bool
+	var absent <-chan *nats.Msg
+	if a != nil {
+		right, absent = a.right, a.absent
 	}
 	reply, answer := l.answers.expect(right)
 	defer l.answers.forget(reply, answer)
 	if err := l.nc.PublishRequest(subj, reply, data); err != nil {
 		return nil, err
 	}
-	select {
-	case m := <-answer:
-		return m, nil
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	case <-session.Done():
-		return nil, session.Err()
+	return await(ctx, session, answer, absent)
+}
+
+// absentGrace is for how long an asker in a cluster waits on when it is told that nobody listens.
+const absentGrace = 50 * time.Millisecond
+
+// await waits for the answer. In a cluster the word that nobody listens comes by absent: anybody who hears the
+// request can say it. It counts only if the agent itself does not answer within absentGrace, or by the end of ctx.
+func await(ctx, session context.Context, answer, absent <-chan *nats.Msg) (*nats.Msg, error) {
+	var word *nats.Msg
+	var over <-chan time.Time
+	for {
+		select {
+		case m := <-answer:
+			return m, nil
+		case word = <-absent:
+			grace := time.NewTimer(absentGrace)
+			defer grace.Stop()
+			over, absent = grace.C, nil // the first word counts
+		case <-over:
+			select {
+			case m := <-answer:
+				return m, nil
+			default:
+				return word, nil
+			}
+		case <-ctx.Done():
+			if word != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+				return word, nil
+			}
+			return nil, ctx.Err()
+		case <-session.Done():
+			return nil, session.Err()
+		}
 	}
 }

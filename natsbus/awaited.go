@@ -19,16 +19,30 @@ type awaited struct {
 	session *sealSession
 	opening *opening
 
-	opened *sealSession  // what came of the opening
-	again  bool          // the answerer does not know the session
-	others atomic.Int32  // messages that were no answer
-	counts *atomic.Int32 // nil, or where they are counted too
+	absent chan *nats.Msg // the word that nobody listens
+
+	opened  *sealSession // what came of the opening
+	again   bool         // the answerer does not know the session
+	others  atomic.Int32 // messages that were no answer
+	attempt *attempt     // nil, or of which this is a part: it is told too
+}
+
+// awaits makes what waits for the answer of an agent.
+func (s *seals) awaits(to core.AgentID, of mark) *awaited {
+	return &awaited{self: s.self, strange: &s.strange, to: to, mark: of, absent: make(chan *nats.Msg, 1)}
 }
 
 // right says whether a message is the answer, and opens it.
 func (a *awaited) right(m *nats.Msg) bool {
-	if noResponders(m) { // a server's word, which anybody could say: it is no proof that the agent is gone
-		return true
+	if noResponders(m) { // a server's word, which anybody can say
+		select {
+		case a.absent <- m:
+		default: // it has been said already
+		}
+		if a.attempt != nil {
+			a.attempt.word.Store(m)
+		}
+		return false
 	}
 	switch kind := kindOfSealed(m.Data); {
 	case kind == sealAnswer && a.session != nil:
@@ -57,8 +71,8 @@ func (a *awaited) right(m *nats.Msg) bool {
 		return true
 	}
 	a.others.Add(1)
-	if a.counts != nil {
-		a.counts.Add(1)
+	if a.attempt != nil {
+		a.attempt.others.Add(1)
 	}
 	a.strange.Add(1)
 	return false

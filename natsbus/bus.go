@@ -42,6 +42,8 @@ type Bus struct {
 	slots    chan struct{} // one for each request that is being answered
 	long     chan struct{} // one for each long one of a portLink
 	asked    chan asked    // to handlers that wait for one
+	opens    chan *asked   // in a cluster: opens that wait
+	openers  chan struct{} // one for each open that is being answered
 
 	mu     sync.Mutex
 	down   bool           // no goroutine or handler starts any more

@@ -30,6 +30,7 @@ var defects = []faulttest.Defect{
 	{"seal-any-key", "TestAnotherKey"},
 	{"seal-any-key", "TestForgedOpen"},
 	{"seal-replayed", "TestReplayedRequests"},
+	{"seal-repeats-all", "TestSignalIsHandledOnce"},
 	{"seal-ids-free", "TestSessionOfAnother"},
 	{"seal-answer-free", "TestAnswerOfAnotherRequest"},
 	{"seal-answer-free", "TestSeal"},

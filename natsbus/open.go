@@ -29,7 +29,7 @@ func Open(opt Options) (*Bus, error) {
 			b.cancel()
 			return nil, err
 		}
-		b.seals = newSeals(opt.Identity)
+		b.seals, b.opens, b.openers = newSeals(opt.Identity), make(chan *asked, maxOpens), make(chan struct{}, maxOpeners)
 		b.openHome = func() (*link, error) {
 			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP, nil})
 		}
@@ -93,6 +93,9 @@ func (b *Bus) Close(ctx context.Context) error {
 		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", len(b.slots), ctx.Err())
 	}
 	all(b.allLinks(), (*link).close)
+	if b.seals != nil {
+		b.seals.close()
+	}
 	close(b.closed)
 	return b.err
 }

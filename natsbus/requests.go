@@ -38,8 +38,14 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		return
 	}
 	v := asked{link: l, from: from, m: m, long: l.kind == portLink && len(m.Data) > longMessage}
-	if l.seals != nil && !b.admit(&v) {
-		return
+	if l.seals != nil {
+		if !b.admit(&v) {
+			return
+		}
+		if kindOfSealed(m.Data) == sealOpen {
+			b.openCame(&v)
+			return
+		}
 	}
 	if why := b.places(v.long); why != "" {
 		b.answer(&v, refuse("agent %s %s", l.id, why))

@@ -95,6 +95,14 @@ func kindOfSealed(m []byte) sealKind {
 	return 0
 }
 
+// otherVersion is the version of a sealed message of another release.
+func otherVersion(m []byte) (version byte, other bool) {
+	if len(m) < 2 || m[0] != sealMark || m[1] == sealVersion {
+		return 0, false
+	}
+	return m[1], true
+}
+
 // signText is what an agent signs. Its first byte is in no UTF-8: an agent with an nkey also
 // signs any text that a NATS server sends it, when it enters there.
 func signText(what string, asker, answerer core.AgentID, parts ...[]byte) []byte {
@@ -130,9 +138,14 @@ type incoming struct {
 	key  [ed25519.PublicKeySize]byte // of the asker
 	open [sha256.Size]byte           // the digest of the asker's open
 
-	replays replays // guarded by served.mu, as all that follows is
-	proved  bool    // a request has come that only the asker can make
+	last    time.Time // guarded by served.mu, as all that follows is: it was used, or opened
+	replays replays
+	proved  bool // a request has come that only the asker can make
 	place   *list.Element
+	// Of a proved one: with others of its key, in its place there, and which use its last one was.
+	holder *holder
+	among  *list.Element
+	used   uint64
 }
 
 // direction is the key of one way of a session. Who seals counts.
@@ -258,7 +271,8 @@ func (o *opening) finish(opened []byte) (*sealSession, error) {
 
 // spent says that the asker may not use the session any more. The answerer keeps it for longer.
 func (s *sealSession) spent(now time.Time) bool {
-	return s.requests.next.Load() >= 2*sessionRequests || now.Sub(s.began) >= sessionLife*3/2
+	n, age := s.requests.next.Load(), now.Sub(s.began)
+	return n >= 2*sessionRequests || age >= sessionLife*3/2 || n == 0 && age >= unusedLife/2
 }
 
 // worn says that the asker is to open another session, and may use this one until it has.

@@ -36,12 +36,18 @@ func (b *Bus) admit(v *asked) bool {
 			return drop(&seals.foreign, "its session is another's")
 		case number == arrivalSeen:
 			return drop(&seals.repeated, "it has come before")
+		case number == arrivalOld: // nobody may be told so: its asker may await the answer, and would ask again
+			return drop(&seals.repeated, "it may have come before")
 		case number == arrivalNew:
 			v.session = s
 		}
 	default:
 		if len(m.Data) > 0 && m.Data[0] == sealMark {
-			return drop(&seals.strange, "it is of another release, or no request")
+			if version, other := otherVersion(m.Data); other {
+				b.warnVersion(v, version)
+				return drop(&seals.version, "it is sealed by another version")
+			}
+			return drop(&seals.strange, "it is no request")
 		}
 		if fault.On("seal-none") {
 			return true
@@ -50,6 +56,7 @@ func (b *Bus) admit(v *asked) bool {
 		if err == nil {
 			b.respond(v, refusal)
 		}
+		b.warnPlain(v)
 		return drop(&seals.plain, "it is not sealed")
 	}
 	return true
@@ -63,11 +70,6 @@ func (b *Bus) unseal(v *asked) bool {
 		b.log.Sugar().Debugf("natsbus: no answer over %s to a message of %s: %v", v.link.name, v.from, why)
 		return false
 	}
-	unknown := func() bool {
-		seals.unknown.Add(1)
-		b.respond(v, seals.self.notice(v.from, &v.mark, noticeAgain, ""))
-		return false
-	}
 	switch {
 	case kindOfSealed(m.Data) == sealOpen:
 		s, answer, err := seals.self.accept(v.from, m.Data, seals.served.number())
@@ -78,12 +80,15 @@ func (b *Bus) unseal(v *asked) bool {
 			return drop(&seals.repeated, errors.New("its session is open already"))
 		}
 		seals.accepted.Add(1)
+		seals.kept()
 		b.respond(v, answer)
 		return false
 	case kindOfSealed(m.Data) == 0: // only where a defect is tried
 		return true
 	case v.session == nil:
-		return unknown()
+		seals.unknown.Add(1)
+		b.respond(v, seals.self.notice(v.from, &v.mark, noticeAgain, ""))
+		return false
 	}
 	number := numberOf(m.Data)
 	plain, err := v.session.requests.unseal(m.Data, nil)
@@ -94,7 +99,7 @@ func (b *Bus) unseal(v *asked) bool {
 	case arrivalSeen:
 		return drop(&seals.repeated, errors.New("it has come before"))
 	case arrivalOld:
-		return unknown()
+		return drop(&seals.repeated, errors.New("it may have come before"))
 	}
 	m.Data = plain
 	return true
@@ -125,6 +130,9 @@ func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.Agent
 		select {
 		case <-a.done:
 		case <-ctx.Done():
+			if m := a.word.Load(); m != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) { // as await does
+				return nil, &unopened{m}
+			}
 			return nil, a.failed(ctx.Err())
 		}
 		if !errors.Is(a.err, context.DeadlineExceeded) || ctx.Err() != nil {
@@ -141,7 +149,10 @@ const openAgain = time.Second
 // openSession makes an attempt to open a session. It sends one open after the other, and takes the answer to any of them.
 func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a *attempt) {
 	s, err := (*sealSession)(nil), errFault
-	defer func() { l.seals.opened.ended(to, a, s, err) }() // also after a panic
+	defer func() { // also after a panic
+		l.seals.opened.ended(to, a, s, err)
+		l.seals.kept()
+	}()
 	ctx, cancel := context.WithTimeout(b.ctx, b.opt.ConnectTimeout)
 	defer cancel()
 	type outcome struct {
@@ -157,7 +168,7 @@ func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a
 			case <-ctx.Done():
 			}
 		}()
-		o.session, o.err = b.openOnce(ctx, connected, l, to, &a.others)
+		o.session, o.err = b.openOnce(ctx, connected, l, to, a)
 	}
 	again := time.NewTicker(openAgain)
 	defer again.Stop()
@@ -179,13 +190,14 @@ func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a
 }
 
 // openOnce sends an open and waits for its answer.
-func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID, others *atomic.Int32) (*sealSession, error) {
+func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID, of *attempt) (*sealSession, error) {
 	o, err := l.seals.self.open(to)
 	if err != nil {
 		return nil, err
 	}
-	a := &awaited{self: l.seals.self, strange: &l.seals.strange, to: to, mark: markOf(o.message), opening: o, counts: others}
-	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a.right)
+	a := l.seals.awaits(to, markOf(o.message))
+	a.opening, a.attempt = o, of
+	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a)
 	switch {
 	case err != nil:
 		return nil, a.failed(err)
@@ -195,8 +207,31 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	return a.opened, nil
 }
 
-// errForgetful: the agent forgets sessions as soon as they are open, since it has too many. Asking again may help.
-var errForgetful = errors.New("it does not know the session that it has opened a moment ago")
+// forgetfulError: the agent has forgotten a session. Nothing is wrong with the way to it, and asking again may help: to
+// a caller it is as one that cannot be reached for a while.
+type forgetfulError string
+
+func (e forgetfulError) Error() string { return string(e) }
+
+// Is makes it core.ErrUnreachable.
+func (e forgetfulError) Is(target error) bool { return target == core.ErrUnreachable }
+
+// errForgetful: the agent forgets sessions as soon as they are open, since it has too many.
+const errForgetful = forgetfulError("it does not know the session that it has opened a moment ago")
+
+// errUncertain: nothing tells the asker whether the agent forgot the session before or after the request. It may have
+// handled the request, and somebody who has heard that may have sent it again.
+const errUncertain = forgetfulError("it does not know the session of the request any more, and may have handled the request before")
+
+// repeatable says whether a request may be handled twice. Those of these kinds are made so, since their asker itself asks
+// again if no answer comes. A signal's meaning is its transport's own.
+func repeatable(kind wire.Kind) bool {
+	switch kind {
+	case wire.KindHello, wire.KindLoad, wire.KindRenew, wire.KindFinish, wire.KindJoin:
+		return true
+	}
+	return false
+}
 
 // askSealed is ask over a link to a cluster.
 func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID, req *wire.Request, room *room) (*nats.Msg, error) {
@@ -216,13 +251,18 @@ func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID
 		}
 		data = s.sealRequest(data)
 		room.bytes = data
-		a := &awaited{self: l.seals.self, strange: &l.seals.strange, to: to, mark: markOf(data), session: s}
-		m, err := l.ask(ctx, connected, subject(to, l.id), data, a.right)
+		a := l.seals.awaits(to, markOf(data))
+		a.session = s
+		m, err := l.ask(ctx, connected, subject(to, l.id), data, a)
 		if err != nil {
 			return nil, a.failed(err)
 		}
-		if !a.again {
+		switch {
+		case !a.again:
 			return m, nil
+		case !repeatable(req.Kind) && !fault.On("seal-repeats-all"):
+			l.seals.opened.forget(to, s)
+			return nil, errUncertain
 		}
 		stale = s
 	}

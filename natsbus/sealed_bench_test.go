@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"context"
+	"encoding/binary"
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
@@ -58,6 +59,25 @@ func BenchmarkSeal(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+// BenchmarkNewSession is the place of one more session where all are in use: by as many agents, and by one who has more.
+func BenchmarkNewSession(b *testing.B) {
+	s, id := newServed(), uint64(0)
+	use := func(key uint64) {
+		id++
+		v := stub(id, 0)
+		binary.BigEndian.PutUint64(v.in.key[:], key)
+		s.add(v)
+		s.use(v, 0)
+	}
+	for key := range uint64(maxSessions) {
+		use(1 + key)
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		use(0)
 	}
 }
 

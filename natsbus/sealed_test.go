@@ -80,6 +80,16 @@ func (s *sealedPair) heardAt(t *testing.T, subject string, n int) (list []*nats.
 	return list
 }
 
+// forget has P forget its sessions.
+func (s *sealedPair) forget() {
+	served := s.prefill.seals.served
+	served.mu.Lock()
+	defer served.mu.Unlock()
+	for _, v := range served.by {
+		served.drop(v)
+	}
+}
+
 func (s *sealedPair) request(t *testing.T, want string) {
 	t.Helper()
 	r, err := s.decode.Request(ctxOf(t, within), "", s.p, hello(string(s.d)))
@@ -226,11 +236,7 @@ func TestReplayedRequests(t *testing.T) {
 		s.say(t, subject(s.p, s.d), m.Data)
 		counted(t, fmt.Sprint("message ", i), &seals.repeated, int64(i+1), func() bool { return s.handled.Load() != 2 })
 	}
-	seals.served.mu.Lock()
-	for _, v := range seals.served.by {
-		seals.served.drop(v)
-	}
-	seals.served.mu.Unlock()
+	s.forget()
 	opened := s.say(t, subject(s.p, s.d), recorded[0].Data)
 	if m, err := opened.NextMsg(within); err != nil || kindOfSealed(m.Data) != sealOpened {
 		t.Fatalf("%v", err)
@@ -314,15 +320,19 @@ func TestAnswerOfAnotherRequest(t *testing.T) {
 }
 
 // TestSealedRefusals: an agent that has no place left says so, sealed to a session, and signed where there
-// is none. Nobody else can say it.
+// is none. Nobody else can say it. A session is opened meanwhile.
 func TestSealedRefusals(t *testing.T) {
 	s := newSealedPair(t)
-	s.request(t, "answer 1 to D")
+	forgotten, newcomer := newBus(t, Options{Identity: named("D2"), ClusterURL: s.url, Token: "right"}), newBus(t, Options{Identity: named("D3"), ClusterURL: s.url, Token: "right"})
+	if _, err := forgotten.Request(ctxOf(t, within), "", s.p, hello("D2")); err != nil {
+		t.Fatal(err)
+	}
+	s.forget()
+	s.request(t, "answer 2 to D")
 	for range cap(s.prefill.slots) {
 		s.prefill.slots <- struct{}{}
 	}
-	other := newBus(t, Options{Identity: named("D2"), ClusterURL: s.url, Token: "right"})
-	for who, b := range map[string]*Bus{"with a session": s.decode, "without one": other} {
+	for who, b := range map[string]*Bus{"with a session": s.decode, "with one that is forgotten": forgotten, "a newcomer": newcomer} {
 		r, err := b.Request(ctxOf(t, within), "", s.p, hello(string(b.opt.Identity.ID())))
 		if err != nil || r.Code != int(core.Refused) || !strings.Contains(r.Reason, "overloaded: 64 requests") {
 			t.Errorf("%s: %+v, %v", who, r, err)
@@ -331,7 +341,10 @@ func TestSealedRefusals(t *testing.T) {
 	for range cap(s.prefill.slots) {
 		<-s.prefill.slots
 	}
-	s.request(t, "answer 2 to D")
+	if openTo(newcomer, s.p) == nil {
+		t.Error("while requests have all places, no session is opened")
+	}
+	s.request(t, "answer 3 to D")
 	for _, m := range s.heardAt(t, subject(s.p, s.d), 4) {
 		if m.Reply == "" || kindOfSealed(s.heardAt(t, m.Reply, 1)[0].Data) == 0 {
 			t.Errorf("a plain answer at %q", m.Reply)

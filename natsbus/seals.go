@@ -1,16 +1,22 @@
 package natsbus
 
-import "sync/atomic"
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+)
 
 // seals are what an agent of a cluster seals and opens messages with.
 type seals struct {
 	self   *Identity
 	served *served
 	opened *openSessions
-	// What came and was not taken, by the reason.
-	plain, foreign, repeated, forged, unknown, strange atomic.Int64
-
+	refusals
 	accepted atomic.Int64 // sessions that others have opened
+
+	mu      sync.Mutex
+	sweeper *time.Timer // nil while there is no session
+	closed  bool
 }
 
 func newSeals(self *Identity) *seals {

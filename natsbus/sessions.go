@@ -7,7 +7,10 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"sync"
+	"sync/atomic"
 	"time"
+
+	"github.com/nats-io/nats.go"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
@@ -30,14 +33,17 @@ const (
 type served struct {
 	mu     sync.Mutex
 	by     map[uint64]*sealSession
-	opens  map[[sha256.Size]byte]bool          // of the sessions that there are
-	unused *list.List                          // of *sealSession, the oldest first
-	used   *list.List                          // by their last use
-	each   map[[ed25519.PublicKeySize]byte]int // of those in use
+	opens  map[[sha256.Size]byte]bool // of the sessions that there are
+	unused *list.List                 // of *sealSession, the oldest first
+	used   *list.List                 // by their last use
+
+	uses    uint64 // counts them
+	each    map[[ed25519.PublicKeySize]byte]*holder
+	holders holders
 }
 
 func newServed() *served {
-	return &served{by: map[uint64]*sealSession{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]int{}}
+	return &served{by: map[uint64]*sealSession{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]*holder{}}
 }
 
 // repeated says that there is a session for an open already.
@@ -71,7 +77,7 @@ func (s *served) add(v *sealSession) bool {
 	for e := s.used.Front(); e != nil && v.began.Sub(e.Value.(*sealSession).began) >= servedLife; e = s.used.Front() {
 		s.drop(e.Value.(*sealSession))
 	}
-	s.by[v.id], s.opens[v.in.open] = v, true
+	s.by[v.id], s.opens[v.in.open], v.in.last = v, true, v.began
 	v.in.place = s.unused.PushBack(v)
 	return true
 }
@@ -84,10 +90,7 @@ func (s *served) drop(v *sealSession) {
 		s.unused.Remove(v.in.place)
 		return
 	}
-	s.used.Remove(v.in.place)
-	if s.each[v.in.key]--; s.each[v.in.key] == 0 {
-		delete(s.each, v.in.key)
-	}
+	s.release(v)
 }
 
 // find is the session of a request, and what its number says. It is nil if there is none.
@@ -95,7 +98,7 @@ func (s *served) find(id, number uint64, now time.Time) (*sealSession, arrival) 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	v := s.by[id]
-	if v == nil || now.Sub(v.began) >= servedLife {
+	if v == nil || now.Sub(v.began) >= servedLife || v.idle(now) {
 		return nil, arrivalNew
 	}
 	if fault.On("seal-replayed") {
@@ -114,30 +117,18 @@ func (s *served) use(v *sealSession, number uint64) arrival {
 	if s.by[v.id] != v { // it has given way meanwhile
 		return arrivalNew
 	}
+	v.in.last = time.Now()
 	if v.in.proved {
-		s.used.MoveToBack(v.in.place)
+		s.touch(v)
 		return arrivalNew
 	}
 	if s.used.Len() >= maxSessions {
-		s.makeRoom()
+		s.drop(s.holders.first())
 	}
 	s.unused.Remove(v.in.place)
-	v.in.proved, v.in.place = true, s.used.PushBack(v)
-	s.each[v.in.key]++
+	v.in.proved = true
+	s.hold(v)
 	return arrivalNew
-}
-
-// makeRoom drops a session in use; mu is held.
-func (s *served) makeRoom() {
-	var first *sealSession
-	most := 0
-	for e := s.used.Front(); e != nil; e = e.Next() {
-		v := e.Value.(*sealSession)
-		if n := s.each[v.in.key]; n > most {
-			first, most = v, n
-		}
-	}
-	s.drop(first)
 }
 
 // openSessions are the sessions that this agent has opened to ask others, one for each.
@@ -152,6 +143,7 @@ type asking struct {
 	peer    core.AgentID
 	session *sealSession // nil: none is open
 	attempt *attempt     // to open one; nil if none is under way
+	used    time.Time    // when it was asked for, or opened
 	place   *list.Element
 }
 
@@ -159,7 +151,8 @@ type asking struct {
 // be short, and the next would begin from the beginning.
 type attempt struct {
 	awaited
-	done    chan struct{} // closed when session or err is set
+	word    atomic.Pointer[nats.Msg] // that nobody listens; nil if it has not come
+	done    chan struct{}            // closed when session or err is set
 	session *sealSession
 	err     error
 }
@@ -178,6 +171,10 @@ func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time)
 		with = o.add(peer)
 	}
 	o.order.MoveToBack(with.place)
+	if with.idle(now) { // also if no other can be opened
+		with.session = nil
+	}
+	with.used = now
 	if s = with.session; s == stale || s != nil && s.spent(now) {
 		s = nil
 	}
@@ -198,7 +195,7 @@ func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err 
 	close(a.done)
 	with := o.by[peer] // an agent with an attempt makes no room
 	if with.attempt = nil; s != nil {
-		with.session = s
+		with.session, with.used = s, time.Now()
 	} else if with.session == nil {
 		o.drop(with)
 	}
@@ -216,6 +213,19 @@ func (o *openSessions) add(peer core.AgentID) *asking {
 	a.place = o.order.PushBack(a)
 	o.by[peer] = a
 	return a
+}
+
+// forget forgets a session with an agent, if it is still the one.
+func (o *openSessions) forget(peer core.AgentID, s *sealSession) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	with := o.by[peer]
+	if with == nil || with.session != s {
+		return
+	}
+	if with.session = nil; with.attempt == nil {
+		o.drop(with)
+	}
 }
 
 func (o *openSessions) drop(a *asking) {

@@ -57,6 +57,7 @@ type Agent struct {
 	signals *signalling
 	server  *server
 	caches  atomic.Pointer[caches]
+	counts  atomic.Pointer[natsbus.Bus] // the bus, for stats
 }
 
 // Open starts an agent. It waits for the bootstrap port or the cluster, at most
@@ -133,6 +134,7 @@ func (a *Agent) perform(act core.Action) {
 
 func (a *Agent) usePlane(p *controlPlane) {
 	a.plane, a.bus = p, p.bus
+	a.counts.Store(p.bus)
 	a.ask.bus, a.server.guests = p.bus, p.guests
 	a.bus.Serve(a.server.serve)
 }
@@ -306,6 +308,9 @@ func (a *Agent) Stats() Stats {
 func (a *Agent) stats() Stats {
 	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID}
 	s.add(a.halves, a.endings, func() *transports { return a.caches.Load().transports })
+	if b := a.counts.Load(); b != nil {
+		s.ClusterRefused = b.Refused()
+	}
 	return s
 }
 

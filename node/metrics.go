@@ -63,6 +63,7 @@ var described = []struct {
 	{"kvconn_partial_offers_bytes_total", "Bytes that were given to the transport while the engine still worked on their requests.", nil},
 	{"kvconn_withdrawn_total", "Offers that began to move early and whose blocks the engine took back, as when it preempts a request.", nil},
 	{"kvconn_retries_total", "Requests sent again, and peers looked up again.", nil},
+	{"kvconn_cluster_refused_total", "Messages over a NATS cluster that were not taken, by reason.", []string{"reason"}},
 	{"kvconn_under_way", "Halves under way, by state.", []string{"side", "state"}},
 	{"kvconn_uncollected", "Halves that ended and that the engine has not collected.", nil},
 	{"kvconn_oldest_wait_seconds", "The age of the oldest half under way.", nil},
@@ -127,6 +128,9 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	counter("kvconn_partial_offers_bytes_total", s.BytesPartial)
 	counter("kvconn_withdrawn_total", s.Withdrawn)
 	counter("kvconn_retries_total", s.Retries)
+	for reason, n := range s.ClusterRefused {
+		counter("kvconn_cluster_refused_total", n, reason)
+	}
 	gauge("kvconn_under_way", float64(s.LoadsClaimed), "load", "claimed")
 	gauge("kvconn_under_way", float64(s.LoadsWaiting), "load", "waiting")
 	gauge("kvconn_under_way", float64(s.LoadsUnderWay-s.LoadsClaimed-s.LoadsWaiting), "load", "other")

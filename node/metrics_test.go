@@ -8,11 +8,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/nats-io/nats.go"
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/nettest"
 )
 
 func scrape(t *testing.T, a *side) []byte {
@@ -64,6 +66,36 @@ func TestMetrics(t *testing.T) {
 	if err != nil || len(problems) > 0 {
 		t.Errorf("%v, %v", problems, err)
 	}
+}
+
+// TestMetricsOfACluster: the page counts the messages over a NATS cluster that were not taken. One of an agent's own server
+// has none of them.
+func TestMetricsOfACluster(t *testing.T) {
+	leaktest.Check(t)
+	if page := scrape(t, open(t, testConfig(RolePrefill))); bytes.Contains(page, []byte("kvconn_cluster_refused_total")) {
+		t.Errorf("without a cluster: %s", page)
+	}
+	c := testConfig(RolePrefill)
+	c.NATSURL, c.AdvertiseHost = nettest.NewNATS(t).URL(), "127.0.0.1"
+	p := open(t, c)
+	for _, reason := range []string{"plain", "version", "forged", "repeated", "foreign", "unknown", "crowded", "strange"} {
+		want := fmt.Sprintf(`kvconn_cluster_refused_total{dp_rank="0",engine_id="engine-prefill",pp_rank="0",reason=%q,tp_rank="0"} 0`, reason)
+		if page := scrape(t, p); !strings.Contains(string(page), want+"\n") {
+			t.Errorf("the page lacks %s:\n%s", want, page)
+		}
+	}
+	nc, err := nats.Connect(c.NATSURL, nats.NoReconnect())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	if err := nc.PublishRequest("kvconn.v1.agent."+string(p.ID())+".S", "_INBOX.S.1", []byte("plain")); err != nil {
+		t.Fatal(err)
+	}
+	if err := nc.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "the message is counted", func() bool { return p.Stats().ClusterRefused["plain"] == 1 })
 }
 
 // The page may be asked for before there is anything, and an agent may have none.

@@ -62,6 +62,8 @@ type Stats struct {
 	Unread         int     `json:"unread"`           // reported and not collected
 	OldestWait     float64 `json:"oldest_wait_s"`    // of the halves under way
 
+	ClusterRefused map[string]uint64 `json:"cluster_refused,omitempty"` // messages over a NATS cluster that were not taken, by reason: natsbus.Bus.Refused
+
 	Transports map[string]TransportStats `json:"transports"`
 	Pairs      []PairStats               `json:"pairs"` // the pairs used last, at most 64
 }
