@@ -16,18 +16,20 @@ var place = regexp.MustCompile(`\bfault\.(?:On|Pick)\(([^,)]*)`)
 func places(t *testing.T, root string) map[string]string {
 	t.Helper()
 	found := map[string]string{}
-	err := filepath.WalkDir(filepath.Join(root, "core"), func(path string, d fs.DirEntry, err error) error {
-		if err != nil || d.IsDir() || filepath.Ext(path) != ".go" {
+	for _, folder := range []string{"core", "rig/coretest"} {
+		err := filepath.WalkDir(filepath.Join(root, folder), func(path string, d fs.DirEntry, err error) error {
+			if err != nil || d.IsDir() || filepath.Ext(path) != ".go" {
+				return err
+			}
+			text, err := os.ReadFile(path)
+			for _, call := range place.FindAllSubmatch(text, -1) {
+				found[strings.Trim(string(call[1]), `"`)] = path
+			}
 			return err
+		})
+		if err != nil {
+			t.Fatal(err)
 		}
-		text, err := os.ReadFile(path)
-		for _, call := range place.FindAllSubmatch(text, -1) {
-			found[strings.Trim(string(call[1]), `"`)] = path
-		}
-		return err
-	})
-	if err != nil {
-		t.Fatal(err)
 	}
 	return found
 }
@@ -45,7 +47,7 @@ func TestList(t *testing.T) {
 			t.Errorf("mutant %q has no name of its own, or does not say what it breaks", m.name)
 		}
 		if found[m.name] == "" {
-			t.Errorf("mutant %q has no place in the source of core", m.name)
+			t.Errorf("mutant %q has no place in the source of core and of its simulator", m.name)
 		}
 		names[m.name] = true
 	}
