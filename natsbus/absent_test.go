@@ -40,7 +40,7 @@ func TestForgedAbsence(t *testing.T) {
 		if len(list.ended) != 0 {
 			t.Fatalf("the word is believed before %v", absentGrace)
 		}
-		list.came(&nats.Msg{Subject: subj, Data: sealedAnswer(answers, "I do", &to)})
+		list.came(&nats.Msg{Subject: subj, Data: sealedAnswer(answers.sealSession, "I do", &to)})
 		if m := <-list.ended; m == nil || string(m.Data) != "I do" {
 			t.Errorf("the answer is not taken after the word: %v", m)
 		}

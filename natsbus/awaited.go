@@ -27,9 +27,14 @@ type awaited struct {
 	attempt *attempt     // nil, or of which this is a part: it is told too
 }
 
-// awaits makes what waits for the answer of an agent.
-func (s *seals) awaits(to core.AgentID, of mark) *awaited {
-	return &awaited{self: s.self, strange: &s.strange, to: to, mark: of, absent: make(chan *nats.Msg, 1)}
+// attempt opens a session. All requests that have none wait for it. It is bounded by a time of its own: a request's may
+// be short, and the next would begin from the beginning.
+type attempt struct {
+	awaited
+	word    atomic.Pointer[nats.Msg] // that nobody listens; nil if it has not come
+	done    chan struct{}            // closed when session or err is set
+	session *sealSession
+	err     error
 }
 
 // right says whether a message is the answer, and opens it.

@@ -63,7 +63,7 @@ type asked struct {
 	m    *nats.Msg
 	long bool
 	// Of a sealed one: its session, nil if it has none here, and what its answer is bound to.
-	session *sealSession
+	session *held
 	mark    mark
 }
 

@@ -4,12 +4,46 @@ import (
 	"container/heap"
 	"container/list"
 	"crypto/ed25519"
+	"crypto/sha256"
+	"time"
 )
+
+// A session's keys read what was said in it, so they are not kept for long after its last use. The asker is the first to
+// forget an idle session, so that it sends no request over one that the answerer has forgotten.
+const (
+	askedIdle  = 10 * time.Minute
+	servedIdle = 2 * askedIdle
+)
+
+// held is a session that another agent has opened, at the agent that answers.
+type held struct {
+	*sealSession
+	key  [ed25519.PublicKeySize]byte // of the asker
+	open [sha256.Size]byte           // the digest of the asker's open
+
+	last    time.Time // guarded by served.mu, as all that follows is: it was used, or opened
+	replays replays
+	proved  bool // a request has come that only the asker can make
+	place   *list.Element
+	// Of a proved one: with others of its key, in its place there, and which use its last one was.
+	holder *holder
+	among  *list.Element
+	used   uint64
+}
+
+// newHeld is for an open that was accepted.
+func newHeld(s *sealSession, open []byte) *held {
+	public, _, _ := keysOf(open)
+	return &held{sealSession: s, key: [ed25519.PublicKeySize]byte(public), open: sha256.Sum256(open)}
+}
+
+// idle says that a session was not used for too long; mu is held.
+func (v *held) idle(now time.Time) bool { return now.Sub(v.last) >= servedIdle }
 
 // holder is a key that has sessions in use at this agent.
 type holder struct {
 	key      [ed25519.PublicKeySize]byte
-	sessions *list.List // of *sealSession, by their last use
+	sessions *list.List // of *held, by their last use
 	since    uint64     // at most the last use of the first of them: it may have been used again
 	at       int        // in the heap
 }
@@ -50,51 +84,14 @@ func (h *holders) Pop() any {
 }
 
 // first is the session that makes room: of the key that has the most, its least recently used one.
-func (h *holders) first() *sealSession {
+func (h *holders) first() *held {
 	for {
 		most := (*h)[0]
-		v := most.sessions.Front().Value.(*sealSession)
-		if v.in.used == most.since {
+		v := most.sessions.Front().Value.(*held)
+		if v.used == most.since {
 			return v
 		}
-		most.since = v.in.used
+		most.since = v.used
 		heap.Fix(h, 0)
 	}
-}
-
-// hold puts a session, used just now, with those of its key; mu is held, as in the next two.
-func (s *served) hold(v *sealSession) {
-	s.uses++
-	v.in.used, v.in.place = s.uses, s.used.PushBack(v)
-	h := s.each[v.in.key]
-	if h == nil {
-		h = &holder{key: v.in.key, sessions: list.New(), since: v.in.used}
-		s.each[v.in.key] = h
-		v.in.holder, v.in.among = h, h.sessions.PushBack(v)
-		heap.Push(&s.holders, h)
-		return
-	}
-	v.in.holder, v.in.among = h, h.sessions.PushBack(v)
-	heap.Fix(&s.holders, h.at)
-}
-
-// touch notes a use.
-func (s *served) touch(v *sealSession) {
-	s.uses++
-	v.in.used = s.uses
-	s.used.MoveToBack(v.in.place)
-	v.in.holder.sessions.MoveToBack(v.in.among)
-}
-
-// release takes a session away from those of its key.
-func (s *served) release(v *sealSession) {
-	s.used.Remove(v.in.place)
-	h := v.in.holder
-	h.sessions.Remove(v.in.among)
-	if h.sessions.Len() == 0 {
-		delete(s.each, h.key)
-		heap.Remove(&s.holders, h.at)
-		return
-	}
-	heap.Fix(&s.holders, h.at)
 }

@@ -12,11 +12,11 @@ func TestWhoMakesRoom(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Log("seed", seed)
 	rnd := rand.New(rand.NewPCG(seed, 0))
-	lookAtAll := func(s *served) (first *sealSession) {
+	lookAtAll := func(s *served) (first *held) {
 		most := 0
 		for e := s.used.Front(); e != nil; e = e.Next() {
-			v := e.Value.(*sealSession)
-			if n := s.each[v.in.key].sessions.Len(); n > most {
+			v := e.Value.(*held)
+			if n := s.each[v.key].sessions.Len(); n > most {
 				first, most = v, n
 			}
 		}
@@ -24,7 +24,7 @@ func TestWhoMakesRoom(t *testing.T) {
 	}
 	for range 50 {
 		s, keys := newServed(), 1+rnd.IntN(20)
-		var all []*sealSession
+		var all []*held
 		for n := range uint64(500) {
 			switch v := stub(n, byte(rnd.IntN(keys))); {
 			case rnd.IntN(3) == 0 || s.used.Len() == 0:
@@ -33,7 +33,7 @@ func TestWhoMakesRoom(t *testing.T) {
 				}
 				all = append(all, v)
 			case rnd.IntN(4) == 0: // one that has ended
-				s.drop(s.used.Front().Value.(*sealSession))
+				s.drop(s.used.Front().Value.(*held))
 			default:
 				s.use(all[rnd.IntN(len(all))], n) // perhaps one that is forgotten
 			}
@@ -42,7 +42,7 @@ func TestWhoMakesRoom(t *testing.T) {
 			}
 			want := lookAtAll(s)
 			if got := s.holders.first(); got != want {
-				t.Fatalf("session %d of a key with %d makes room, want %d of one with %d", got.id, got.in.holder.sessions.Len(), want.id, want.in.holder.sessions.Len())
+				t.Fatalf("session %d of a key with %d makes room, want %d of one with %d", got.id, got.holder.sessions.Len(), want.id, want.holder.sessions.Len())
 			}
 			s.drop(want)
 		}

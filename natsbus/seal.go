@@ -1,7 +1,6 @@
 package natsbus
 
 import (
-	"container/list"
 	"crypto/aes"
 	"crypto/cipher"
 	"crypto/ecdh"
@@ -78,6 +77,7 @@ const (
 const (
 	sessionRequests = 1 << 20 // AES-GCM has no bound to respect before that
 	sessionLife     = time.Hour
+	unusedLife      = 10 * time.Second // without a request
 )
 
 // kindOfSealed is nothing for what is no message of this version.
@@ -129,23 +129,6 @@ type sealSession struct {
 	requests direction
 	answers  direction
 	began    time.Time
-
-	in incoming // of the agent that answers
-}
-
-// incoming is what an answerer keeps beside a session's keys.
-type incoming struct {
-	key  [ed25519.PublicKeySize]byte // of the asker
-	open [sha256.Size]byte           // the digest of the asker's open
-
-	last    time.Time // guarded by served.mu, as all that follows is: it was used, or opened
-	replays replays
-	proved  bool // a request has come that only the asker can make
-	place   *list.Element
-	// Of a proved one: with others of its key, in its place there, and which use its last one was.
-	holder *holder
-	among  *list.Element
-	used   uint64
 }
 
 // direction is the key of one way of a session. Who seals counts.
@@ -242,7 +225,7 @@ func (i *Identity) accept(from core.AgentID, open []byte, number uint64) (*sealS
 	if err != nil {
 		return nil, nil, err
 	}
-	s.peer, s.in.key, s.in.open = from, [ed25519.PublicKeySize]byte(public), sha256.Sum256(open)
+	s.peer = from
 	return s, opened, nil
 }
 

@@ -28,7 +28,7 @@ func FuzzSealed(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	ours := [][]byte{request, sealedAnswer(answers, "I do", &to), opened, p.notice(d.id, &to, noticeAgain, ""), p.notice(d.id, &to, noticeRefused, "full")}
+	ours := [][]byte{request, sealedAnswer(answers.sealSession, "I do", &to), opened, p.notice(d.id, &to, noticeAgain, ""), p.notice(d.id, &to, noticeRefused, "full")}
 	for _, m := range ours {
 		for _, n := range []int{len(m) - 1, sealHeader, sealStart, 1, 0} {
 			f.Add(slices.Clone(m[:n]))

@@ -24,13 +24,13 @@ func keyedIdentity(t testing.TB) *Identity {
 }
 
 // established is a session of two agents, as each of them has it.
-func established(t testing.TB, asker, answerer *Identity) (asks, answers *sealSession) {
+func established(t testing.TB, asker, answerer *Identity) (asks *sealSession, answers *held) {
 	t.Helper()
 	o, err := asker.open(answerer.id)
 	if err != nil {
 		t.Fatal(err)
 	}
-	answers, opened, err := answerer.accept(asker.id, o.message, 7)
+	s, opened, err := answerer.accept(asker.id, o.message, 7)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -40,7 +40,7 @@ func established(t testing.TB, asker, answerer *Identity) (asks, answers *sealSe
 	if len(o.message) != openBytes || len(opened) != openedBytes || kindOfSealed(o.message) != sealOpen || kindOfSealed(opened) != sealOpened {
 		t.Fatalf("messages of %d and %d bytes", len(o.message), len(opened))
 	}
-	return asks, answers
+	return asks, newHeld(s, o.message)
 }
 
 func sealedRequest(s *sealSession, text string) []byte {
@@ -70,7 +70,7 @@ func TestSeal(t *testing.T) {
 		if got, err := answers.requests.unseal(slices.Clone(request), nil); err != nil || string(got) != "put it there" {
 			t.Errorf("%s: %q, %v", what, got, err)
 		}
-		answer := sealedAnswer(answers, "I do", &to)
+		answer := sealedAnswer(answers.sealSession, "I do", &to)
 		if got, err := asks.openAnswer(slices.Clone(answer), &to); err != nil || string(got) != "I do" {
 			t.Errorf("%s: %q, %v", what, got, err)
 		}
@@ -99,7 +99,7 @@ func TestSeal(t *testing.T) {
 		// An answer that was made to another message with the number of the request.
 		ahead := to
 		ahead[len(ahead)-1] ^= 1
-		if _, err := asks.openAnswer(sealedAnswer(answers, "no", &ahead), &to); err == nil {
+		if _, err := asks.openAnswer(sealedAnswer(answers.sealSession, "no", &ahead), &to); err == nil {
 			t.Errorf("%s: an answer to something else with the request's number is taken", what)
 		}
 		if _, err := asks.openAnswer(slices.Clone(request), &to); err == nil {
@@ -228,7 +228,7 @@ func TestNumbersOfASession(t *testing.T) {
 				request := sealedRequest(asks, "x")
 				to := markOf(request)
 				sealed <- request
-				sealed <- sealedAnswer(answers, "y", &to)
+				sealed <- sealedAnswer(answers.sealSession, "y", &to)
 			}
 		})
 	}

@@ -76,7 +76,7 @@ func (b *Bus) unseal(v *asked) bool {
 		if err != nil {
 			return drop(&seals.forged, err)
 		}
-		if !seals.served.add(s) {
+		if !seals.served.add(newHeld(s, m.Data)) {
 			return drop(&seals.repeated, errors.New("its session is open already"))
 		}
 		seals.accepted.Add(1)
@@ -103,6 +103,28 @@ func (b *Bus) unseal(v *asked) bool {
 	}
 	m.Data = plain
 	return true
+}
+
+// warnPlain says who, by its own word, does not seal, and what to do.
+func (b *Bus) warnPlain(v *asked) {
+	v.link.seals.lines.plain.Do(func(note string) {
+		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s without a seal, and was refused: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, note)
+	})
+}
+
+// warnVersion says who, by its own word, seals otherwise. It gets no answer: no release knows how another reads one.
+func (b *Bus) warnVersion(v *asked, version byte) {
+	v.link.seals.lines.version.Do(func(note string) {
+		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s with a seal of version %d, and this agent knows version %d only: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, version, sealVersion, note)
+	})
+}
+
+// Refused counts the messages over a NATS cluster that were not taken, by the reason. It is nil without a cluster.
+func (b *Bus) Refused() map[string]uint64 {
+	if b.seals == nil {
+		return nil
+	}
+	return b.seals.counts()
 }
 
 // respond sends the answer to a request.

@@ -68,7 +68,7 @@ func BenchmarkNewSession(b *testing.B) {
 	use := func(key uint64) {
 		id++
 		v := stub(id, 0)
-		binary.BigEndian.PutUint64(v.in.key[:], key)
+		binary.BigEndian.PutUint64(v.key[:], key)
 		s.add(v)
 		s.use(v, 0)
 	}

@@ -4,6 +4,11 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
 )
 
 // seals are what an agent of a cluster seals and opens messages with.
@@ -21,4 +26,47 @@ type seals struct {
 
 func newSeals(self *Identity) *seals {
 	return &seals{self: self, served: newServed(), opened: newOpened()}
+}
+
+// awaits makes what waits for the answer of an agent.
+func (s *seals) awaits(to core.AgentID, of mark) *awaited {
+	return &awaited{self: s.self, strange: &s.strange, to: to, mark: of, absent: make(chan *nats.Msg, 1)}
+}
+
+const sweepEvery = time.Minute // how much longer than askedIdle and servedIdle a session's keys may lie in memory
+
+// kept says that there is a session: the idle ones are looked for until there is none.
+func (s *seals) kept() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.sweeper == nil && !s.closed {
+		s.sweeper = time.AfterFunc(sweepEvery, s.sweep)
+	}
+}
+
+// sweep forgets idle sessions. It runs on the timer's goroutine, and waits for nothing but locks.
+func (s *seals) sweep() {
+	defer safe.Recover("natsbus.seals.sweep")
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return
+	}
+	now := time.Now()
+	served, opened := s.served.sweep(now), s.opened.sweep(now)
+	if served+opened > 0 {
+		s.sweeper.Reset(sweepEvery)
+		return
+	}
+	s.sweeper = nil
+}
+
+// close ends the sweeping. If it goes on at this moment, close waits for it.
+func (s *seals) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	if s.sweeper != nil {
+		s.sweeper.Stop()
+	}
 }

@@ -67,11 +67,11 @@ func TestReplays(t *testing.T) {
 }
 
 // stub is a session of the table's own kind, without keys.
-func stub(id uint64, key byte) *sealSession {
-	s := &sealSession{id: id, peer: core.AgentID(fmt.Sprint("D", key)), began: time.Now()}
-	s.in.key[0] = key
+func stub(id uint64, key byte) *held {
+	s := &held{sealSession: &sealSession{id: id, peer: core.AgentID(fmt.Sprint("D", key)), began: time.Now()}}
+	s.key[0] = key
 	for i := range 8 {
-		s.in.open[i] = byte(id >> (8 * i))
+		s.open[i] = byte(id >> (8 * i))
 	}
 	return s
 }
@@ -92,7 +92,7 @@ func TestServedSessions(t *testing.T) {
 		if again := stub(1, 1); s.add(again) {
 			t.Error("a number is given twice")
 		}
-		if again := stub(2, 1); func() bool { again.in.open = honest.in.open; return s.add(again) }() {
+		if again := stub(2, 1); func() bool { again.open = honest.open; return s.add(again) }() {
 			t.Error("an open makes a second session")
 		}
 		for id := range uint64(maxUnused + 10) {

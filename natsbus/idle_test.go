@@ -19,7 +19,7 @@ func TestIdleSessions(t *testing.T) {
 			defer s.mu.Unlock()
 			return s.sweeper != nil
 		}
-		open := func(peer core.AgentID, id uint64) (asks, answers *sealSession) {
+		open := func(peer core.AgentID, id uint64) (asks *sealSession, answers *held) {
 			_, a, first := s.opened.get(peer, nil, time.Now())
 			if !first {
 				t.Fatalf("no session with %s is opened", peer)
@@ -31,7 +31,7 @@ func TestIdleSessions(t *testing.T) {
 			return asks, answers
 		}
 		numbers := uint64(0)
-		use := func(peer core.AgentID, asks, answers *sealSession) bool {
+		use := func(peer core.AgentID, asks *sealSession, answers *held) bool {
 			got, _, _ := s.opened.get(peer, nil, time.Now())
 			if got != asks {
 				return false
@@ -41,7 +41,7 @@ func TestIdleSessions(t *testing.T) {
 			numbers++
 			return v == answers && s.served.use(v, numbers) == arrivalNew
 		}
-		has := func(answers *sealSession) bool {
+		has := func(answers *held) bool {
 			v, _ := s.served.find(answers.id, numbers+1, time.Now())
 			return v == answers
 		}

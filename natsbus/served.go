@@ -1,0 +1,177 @@
+package natsbus
+
+import (
+	"container/heap"
+	"container/list"
+	"crypto/ed25519"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Bounds of the sessions that an agent keeps, some 2 KiB each.
+const (
+	maxSessions = 8192            // twice node's peers
+	maxUnused   = 4096            // opened by others, and not used yet
+	servedLife  = 2 * sessionLife // the asker opens another before
+)
+
+// served are the sessions that others have opened to ask this agent.
+//
+// A session that its asker has not used stands apart: an open can be sent again by whoever has
+// heard it, and takes no place from those in use. If there are too many in use, the key that has
+// the most gives its least recently used one up. Its agent is told so when it asks again, and
+// opens another.
+type served struct {
+	mu     sync.Mutex
+	by     map[uint64]*held
+	opens  map[[sha256.Size]byte]bool // of the sessions that there are
+	unused *list.List                 // of *held, the oldest first
+	used   *list.List                 // by their last use
+
+	uses    uint64 // counts them
+	each    map[[ed25519.PublicKeySize]byte]*holder
+	holders holders
+}
+
+func newServed() *served {
+	return &served{by: map[uint64]*held{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]*holder{}}
+}
+
+// repeated says that there is a session for an open already.
+func (s *served) repeated(open []byte) bool {
+	name := sha256.Sum256(open)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.opens[name]
+}
+
+// number is one for the next session.
+func (s *served) number() uint64 {
+	var b [8]byte
+	rand.Read(b[:])
+	return binary.BigEndian.Uint64(b[:])
+}
+
+// add keeps a session that was opened just now. It does not if its open or its number is there already.
+func (s *served) add(v *held) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.by[v.id] != nil || s.opens[v.open] {
+		return false
+	}
+	for e := s.unused.Front(); e != nil; e = s.unused.Front() {
+		if old := e.Value.(*held); s.unused.Len() < maxUnused && v.began.Sub(old.began) < unusedLife {
+			break
+		}
+		s.drop(e.Value.(*held))
+	}
+	for e := s.used.Front(); e != nil && v.began.Sub(e.Value.(*held).began) >= servedLife; e = s.used.Front() {
+		s.drop(e.Value.(*held))
+	}
+	s.by[v.id], s.opens[v.open], v.last = v, true, v.began
+	v.place = s.unused.PushBack(v)
+	return true
+}
+
+// drop forgets a session; mu is held.
+func (s *served) drop(v *held) {
+	delete(s.by, v.id)
+	delete(s.opens, v.open)
+	if !v.proved {
+		s.unused.Remove(v.place)
+		return
+	}
+	s.release(v)
+}
+
+// find is the session of a request, and what its number says. It is nil if there is none.
+func (s *served) find(id, number uint64, now time.Time) (*held, arrival) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	v := s.by[id]
+	if v == nil || now.Sub(v.began) >= servedLife || v.idle(now) {
+		return nil, arrivalNew
+	}
+	if fault.On("seal-replayed") {
+		return v, arrivalNew
+	}
+	return v, v.replays.look(number)
+}
+
+// use notes a request that the asker has made: its tag was right. It is taken once.
+func (s *served) use(v *held, number uint64) arrival {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if a := v.replays.take(number); a != arrivalNew && !fault.On("seal-replayed") {
+		return a
+	}
+	if s.by[v.id] != v { // it has given way meanwhile
+		return arrivalNew
+	}
+	v.last = time.Now()
+	if v.proved {
+		s.touch(v)
+		return arrivalNew
+	}
+	if s.used.Len() >= maxSessions {
+		s.drop(s.holders.first())
+	}
+	s.unused.Remove(v.place)
+	v.proved = true
+	s.hold(v)
+	return arrivalNew
+}
+
+// hold puts a session, used just now, with those of its key; mu is held, as in the next two.
+func (s *served) hold(v *held) {
+	s.uses++
+	v.used, v.place = s.uses, s.used.PushBack(v)
+	h := s.each[v.key]
+	if h == nil {
+		h = &holder{key: v.key, sessions: list.New(), since: v.used}
+		s.each[v.key] = h
+		v.holder, v.among = h, h.sessions.PushBack(v)
+		heap.Push(&s.holders, h)
+		return
+	}
+	v.holder, v.among = h, h.sessions.PushBack(v)
+	heap.Fix(&s.holders, h.at)
+}
+
+// touch notes a use.
+func (s *served) touch(v *held) {
+	s.uses++
+	v.used = s.uses
+	s.used.MoveToBack(v.place)
+	v.holder.sessions.MoveToBack(v.among)
+}
+
+// release takes a session away from those of its key.
+func (s *served) release(v *held) {
+	s.used.Remove(v.place)
+	h := v.holder
+	h.sessions.Remove(v.among)
+	if h.sessions.Len() == 0 {
+		delete(s.each, h.key)
+		heap.Remove(&s.holders, h.at)
+		return
+	}
+	heap.Fix(&s.holders, h.at)
+}
+
+// sweep forgets idle sessions, and says how many are left.
+func (s *served) sweep(now time.Time) (left int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, l := range []*list.List{s.unused, s.used} { // both in the order of last
+		for e := l.Front(); e != nil && e.Value.(*held).idle(now); e = l.Front() {
+			s.drop(e.Value.(*held))
+		}
+	}
+	return len(s.by)
+}
