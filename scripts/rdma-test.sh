@@ -185,8 +185,9 @@ rxe_prepare "make rdma-test" $out/prepare.log
 for stage in "${one[@]}" "${two[@]}"; do
   [[ $(type -t "build_$stage") != function ]] || await "build_$stage"
 done
-# A machine may die under the tests (125): the kernel's Soft-RoCE has corrupted its own memory there, and panicked. That is
-# told, with the kernel's last words above, and is no result: the stages have one more machine, unless one had failed.
+# A machine may die under the tests (125): its kernel has panicked, with memory that Soft-RoCE had corrupted and with a flags
+# register that the emulator had. That is told, with the kernel's last words above, and is no result: the stages have one
+# more machine, unless one had failed before. Of two machines, rxe-vm ends the other one at once.
 machine() {
   local rc=0
   rxe_vm "$@" || rc=$?

@@ -1,0 +1,93 @@
+"""Tests of scripts/rxe-vm and scripts/rdma-test.sh: the status when an emulated machine dies. The machines are doubles."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent
+HANG_S = 60.0
+
+# In place of QEMU. What host N does is the shell text of HOST_N, which knows the run's folder and where each host's process is told.
+QEMU = """#!/bin/bash
+[[ "$*" =~ rxerun=([^ ]+)\\ rxehost=([01]) ]] || exit 9
+run=${BASH_REMATCH[1]} host=${BASH_REMATCH[2]}
+echo $PPID >"$run/pid$host"
+ended() { until [[ -s $run/pid$1 ]] && ! kill -0 "$(<"$run/pid$1")" 2>/dev/null; do sleep 0.02; done; }
+text=HOST_$host
+eval "${!text}"
+"""
+# In place of rxe-vm. What its Nth start does is the shell text of MACHINE_N.
+MACHINE = """#!/bin/bash
+[[ $1 != --prepare ]] || exit 0
+printf x >>{starts}
+text=MACHINE_$(wc -c <{starts})
+eval "${{!text}}"
+"""
+DIES, FAILS, ENDS, STAYS = "exit 0", "echo 3 >$run/rc$host", "echo 0 >$run/rc$host", "exec sleep 600"
+
+
+@pytest.fixture
+def doubles(tmp_path: Path) -> dict[str, str]:
+    """An environment in which rxe-vm is prepared and starts doubles of its machines."""
+    script, cache, commands = SCRIPTS / "rxe-vm", tmp_path / "cache", tmp_path / "bin"
+    (cache / "kernel").mkdir(parents=True)
+    commands.mkdir()
+    modules = re.search(r'^modules="(.*)"$', script.read_text(), re.MULTILINE)
+    assert modules
+    (cache / "kernel" / "modules").write_text(modules[1] + "\n")
+    (cache / f"initrd.{hashlib.sha256(script.read_bytes()).hexdigest()[:16]}").write_text("x")
+    answers = {"dpkg-query": "echo ii", "apt-get": "exit 9", "uname": "echo x86_64"}
+    for name, text in {"qemu-system-x86_64": QEMU, **{name: f"#!/bin/sh\n{text}\n" for name, text in answers.items()}}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "RXE_VM_CACHE": str(cache)}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        pytest.param((STAYS, DIES), 125, id="the second dies and the first goes on"),
+        pytest.param((DIES, STAYS), 125, id="the first dies and the second goes on"),
+        pytest.param(("ended 1; " + FAILS, DIES), 125, id="what ends after a death is no result"),
+        pytest.param((FAILS, "ended 0; " + DIES), 3, id="what failed before a death has failed"),
+        pytest.param((ENDS, "ended 0; " + FAILS), 3, id="the second fails"),
+        pytest.param((ENDS, ENDS), 0, id="both end well"),
+        pytest.param((DIES,), 125, id="one alone dies"),
+        pytest.param((FAILS,), 3, id="one alone fails"),
+    ],
+)
+def test_status_of_machines(hosts: tuple[str, ...], status: int, doubles: dict[str, str], tmp_path: Path) -> None:
+    doubles |= {f"HOST_{i}": text for i, text in enumerate(hosts)}
+    arguments = ["--two-hosts", "first", "second"] if len(hosts) > 1 else ["first"]
+    ran = subprocess.run([SCRIPTS / "rxe-vm", *arguments], env=doubles, cwd=tmp_path, timeout=HANG_S, check=False)
+    assert ran.returncode == status
+
+
+@pytest.mark.parametrize(
+    ("machines", "status", "started"),
+    [
+        pytest.param(["exit 125", "exit 0"], 0, 2, id="a machine dies, the next one ends well"),
+        pytest.param(["exit 125", "exit 125"], 125, 2, id="two die"),
+        pytest.param(["exit 1"], 1, 1, id="a stage fails"),
+        pytest.param(["touch build/rdma-test/hosts.0.log.failed; exit 125"], 125, 1, id="a stage fails, then a machine dies"),
+    ],
+)
+def test_a_machine_that_died_is_followed_by_one_more(machines: list[str], status: int, started: int, tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("rdma-test.sh", "await.sh"):
+        shutil.copy(SCRIPTS / name, tmp_path / "scripts" / name)
+    starts = tmp_path / "starts"
+    machine = tmp_path / "scripts" / "rxe-vm"
+    machine.write_text(MACHINE.format(starts=starts))
+    machine.chmod(0o755)
+    environment = {**os.environ, "GO": "true", **{f"MACHINE_{i}": text for i, text in enumerate(machines, 1)}}
+    script = tmp_path / "scripts" / "rdma-test.sh"
+    ran = subprocess.run([script, "hosts"], env=environment, stdin=subprocess.DEVNULL, timeout=HANG_S, check=False)
+    assert (ran.returncode, len(starts.read_text())) == (status, started)
