@@ -11,7 +11,7 @@ import (
 // probe is a D agent whose connections broke: P asks whether it lives.
 type probe struct {
 	since  time.Time // when its connections broke, or it was heard of
-	absent int       // answers in a row that nobody listens as it, one for each tick
+	absent int       // ticks, and the answers to them, in which nobody listened as it, in a row
 	asking bool
 }
 
@@ -42,6 +42,8 @@ func (m *Machine) offersOf(id AgentID) (ids []TransferID) {
 func (m *Machine) tickProbes(now time.Time) {
 	for _, id := range sortedKeys(m.probes) {
 		switch p := m.probes[id]; {
+		case p.asking && p.absent > 0:
+			p.absent++ // the answer takes longer than a tick
 		case p.asking:
 		case now.Sub(p.since) >= 2*m.opt.PeerTimeout, len(m.offersOf(id)) == 0:
 			delete(m.probes, id)
