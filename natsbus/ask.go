@@ -42,34 +42,44 @@ func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *aw
 	return await(ctx, session, answer, absent)
 }
 
-// absentGrace is for how long an asker in a cluster waits on when it is told that nobody listens.
-const absentGrace = 50 * time.Millisecond
+// absentGrace is for how long an asker in a cluster waits on when it is told that nobody listens. It waits by steps, since
+// this process may be stopped for longer, with the answer on its way: of a ticker's steps that it missed it sees one.
+const (
+	absentGrace = absentSteps * absentStep
+	absentSteps = 5
+	absentStep  = 10 * time.Millisecond
+)
 
 // await waits for the answer. In a cluster the word that nobody listens comes by absent: anybody who hears the
 // request can say it. It counts only if the agent itself does not answer within absentGrace, or by the end of ctx.
 func await(ctx, session context.Context, answer, absent <-chan *nats.Msg) (*nats.Msg, error) {
 	var word *nats.Msg
-	var over <-chan time.Time
-	for {
+	var step <-chan time.Time
+	last := func(m *nats.Msg, err error) (*nats.Msg, error) { // the answer counts if it is there
+		select {
+		case m := <-answer:
+			return m, nil
+		default:
+			return m, err
+		}
+	}
+	for steps := 0; ; {
 		select {
 		case m := <-answer:
 			return m, nil
 		case word = <-absent:
-			grace := time.NewTimer(absentGrace)
+			grace := time.NewTicker(absentStep)
 			defer grace.Stop()
-			over, absent = grace.C, nil // the first word counts
-		case <-over:
-			select {
-			case m := <-answer:
-				return m, nil
-			default:
-				return word, nil
+			step, absent = grace.C, nil // the first word counts
+		case <-step:
+			if steps++; steps >= absentSteps {
+				return last(word, nil)
 			}
 		case <-ctx.Done():
 			if word != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				return word, nil
+				return last(word, nil)
 			}
-			return nil, ctx.Err()
+			return last(nil, ctx.Err())
 		case <-session.Done():
 			return nil, session.Err()
 		}

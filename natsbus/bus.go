@@ -16,8 +16,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/nats-io/nats.go"
-
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 )
@@ -42,8 +40,8 @@ type Bus struct {
 	slots    chan struct{} // one for each request that is being answered
 	long     chan struct{} // one for each long one of a portLink
 	asked    chan asked    // to handlers that wait for one
-	opens    chan *asked   // in a cluster: opens that wait
-	openers  chan struct{} // one for each open that is being answered
+
+	sessionless *sessionless // in a cluster
 
 	mu     sync.Mutex
 	down   bool           // no goroutine or handler starts any more
@@ -54,17 +52,6 @@ type Bus struct {
 	kick   chan struct{} // renew now
 	closed chan struct{}
 	err    error
-}
-
-// asked is a request that has its places.
-type asked struct {
-	link *link
-	from core.AgentID
-	m    *nats.Msg
-	long bool
-	// Of a sealed one: its session, nil if it has none here, and what its answer is bound to.
-	session *held
-	mark    mark
 }
 
 // entry is a link that is there or being made.

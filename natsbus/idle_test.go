@@ -97,8 +97,16 @@ func TestIdleSessions(t *testing.T) {
 		s.kept()
 		time.Sleep(servedIdle + sweepEvery)
 		synctest.Wait()
-		if len(s.served.by) != 1 {
-			t.Error("a bus that is closed goes on")
+		if s.mu.Lock(); s.sweeper == nil {
+			t.Error("a bus that is closed looks for idle sessions")
+		}
+		s.mu.Unlock()
+		if s.served.add(stub(5, 5)) || len(s.served.by)+len(s.served.opens)+len(s.served.each)+len(s.opened.by) != 0 {
+			t.Errorf("a bus that is closed keeps %d sessions and %d agents", len(s.served.by), len(s.opened.by))
+		}
+		_, a, _ = s.opened.get("R", nil, time.Now())
+		if s.opened.ended("R", a, &sealSession{began: time.Now()}, nil); len(s.opened.by) != 0 {
+			t.Error("a bus that is closed keeps a session that was opened late")
 		}
 	})
 }

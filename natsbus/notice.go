@@ -14,7 +14,7 @@ type noticeCode byte
 
 const (
 	noticeAgain   noticeCode = 1 // its session is not known here: the asker is to open another
-	noticeRefused noticeCode = 2 // an open that is refused, or the like: the reason says why
+	noticeRefused noticeCode = 2 // a request that gets no session's answer: the reason says why
 )
 
 // notice makes one. It is signed, since there is no key to seal it with: else whoever hears a

@@ -29,7 +29,7 @@ func Open(opt Options) (*Bus, error) {
 			b.cancel()
 			return nil, err
 		}
-		b.seals, b.opens, b.openers = newSeals(opt.Identity), make(chan *asked, maxOpens), make(chan struct{}, maxOpeners)
+		b.seals, b.sessionless = newSeals(opt.Identity), newSessionless()
 		b.openHome = func() (*link, error) {
 			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP, nil})
 		}
@@ -95,6 +95,7 @@ func (b *Bus) Close(ctx context.Context) error {
 	all(b.allLinks(), (*link).close)
 	if b.seals != nil {
 		b.seals.close()
+		b.sessionless.close()
 	}
 	close(b.closed)
 	return b.err

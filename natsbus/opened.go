@@ -10,15 +10,17 @@ import (
 
 // openSessions are the sessions that this agent has opened to ask others, one for each.
 type openSessions struct {
-	mu    sync.Mutex
-	by    map[core.AgentID]*asking
-	order *list.List // of *asking, by their last use
+	mu     sync.Mutex
+	by     map[core.AgentID]*asking
+	closed bool
+	order  *list.List // of *asking, by their last use
 }
 
 // asking is the session with one agent.
 type asking struct {
 	peer    core.AgentID
 	session *sealSession // nil: none is open
+	former  *sealSession // the one before it, for as long as session was not used
 	attempt *attempt     // to open one; nil if none is under way
 	used    time.Time    // when it was asked for, or opened
 	place   *list.Element
@@ -39,11 +41,17 @@ func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time)
 	}
 	o.order.MoveToBack(with.place)
 	if with.idle(now) { // also if no other can be opened
-		with.session = nil
+		with.session, with.former = nil, nil
 	}
 	with.used = now
-	if s = with.session; s == stale || s != nil && s.spent(now) {
-		s = nil
+	if stale != nil || with.session != nil && with.session.used() { // an agent that has forgotten one has forgotten those before it
+		with.former = nil
+	}
+	s = nil
+	for _, one := range []*sealSession{with.session, with.former} { // the newer one may have waited for too long to be used
+		if s == nil && one != nil && one != stale && !one.spent(now) {
+			s = one
+		}
 	}
 	if s != nil && !s.worn(now) {
 		return s, nil, false
@@ -61,10 +69,25 @@ func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err 
 	a.session, a.err = s, err
 	close(a.done)
 	with := o.by[peer] // an agent with an attempt makes no room
-	if with.attempt = nil; s != nil {
-		with.session, with.used = s, time.Now()
-	} else if with.session == nil {
+	switch with.attempt = nil; {
+	case o.closed:
 		o.drop(with)
+	case s != nil:
+		with.session, with.former, with.used = s, with.session, time.Now()
+	case with.session == nil:
+		o.drop(with)
+	}
+}
+
+// close forgets all sessions, for good. Those that are asked for later are not kept.
+func (o *openSessions) close() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.closed = true
+	for _, a := range o.by {
+		if a.session, a.former = nil, nil; a.attempt == nil {
+			o.drop(a)
+		}
 	}
 }
 
@@ -90,7 +113,7 @@ func (o *openSessions) forget(peer core.AgentID, s *sealSession) {
 	if with == nil || with.session != s {
 		return
 	}
-	if with.session = nil; with.attempt == nil {
+	if with.session, with.former = nil, nil; with.attempt == nil {
 		o.drop(with)
 	}
 }

@@ -42,8 +42,8 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		if !b.admit(&v) {
 			return
 		}
-		if kindOfSealed(m.Data) == sealOpen {
-			b.openCame(&v)
+		if v.session == nil && kindOfSealed(m.Data) != 0 {
+			b.sessionlessCame(&v)
 			return
 		}
 	}

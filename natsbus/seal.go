@@ -252,6 +252,9 @@ func (o *opening) finish(opened []byte) (*sealSession, error) {
 	return s, nil
 }
 
+// used says that the asker has made a request.
+func (s *sealSession) used() bool { return s.requests.next.Load() > 0 }
+
 // spent says that the asker may not use the session any more. The answerer keeps it for longer.
 func (s *sealSession) spent(now time.Time) bool {
 	n, age := s.requests.next.Load(), now.Sub(s.began)

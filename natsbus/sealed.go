@@ -24,7 +24,6 @@ func (b *Bus) admit(v *asked) bool {
 	}
 	switch kindOfSealed(m.Data) {
 	case sealOpen:
-		v.mark = markOf(m.Data)
 		if seals.served.repeated(m.Data) {
 			return drop(&seals.repeated, "its session is open already")
 		}
@@ -72,6 +71,9 @@ func (b *Bus) unseal(v *asked) bool {
 	}
 	switch {
 	case kindOfSealed(m.Data) == sealOpen:
+		if seals.served.repeated(m.Data) { // it has waited more than once
+			return drop(&seals.repeated, errors.New("its session is open already"))
+		}
 		s, answer, err := seals.self.accept(v.from, m.Data, seals.served.number())
 		if err != nil {
 			return drop(&seals.forged, err)
@@ -127,6 +129,45 @@ func (b *Bus) Refused() map[string]uint64 {
 	return b.seals.counts()
 }
 
+// sessionlessCame takes a message that is of no session. If too many wait, it gets nothing: a refusal would cost a signature
+// too. Its asker sends another open after openAgain.
+func (b *Bus) sessionlessCame(v *asked) {
+	if !b.sessionless.put(v) {
+		v.link.seals.crowded.Add(1)
+		return
+	}
+	b.answerSessionless()
+}
+
+// answerSessionless has the messages that wait answered, on a goroutine that ends when there is none.
+func (b *Bus) answerSessionless() {
+	s := b.sessionless
+	select {
+	case s.answerers <- struct{}{}:
+	default: // it runs
+		return
+	}
+	if !b.spawn("natsbus.sessionless", func() {
+		defer func() {
+			<-s.answerers
+			if len(s.queue) > 0 { // one came between the last look and this, or its forerunner made a fault
+				b.answerSessionless()
+			}
+		}()
+		for b.ctx.Err() == nil {
+			select {
+			case v := <-s.queue:
+				s.answered(v)
+				b.unseal(v)
+			default:
+				return
+			}
+		}
+	}) {
+		<-s.answerers // the bus closes: nobody is at the asker's next one
+	}
+}
+
 // respond sends the answer to a request.
 func (b *Bus) respond(v *asked, data []byte) {
 	if err := v.m.Respond(data); err != nil {
@@ -152,6 +193,11 @@ func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.Agent
 		select {
 		case <-a.done:
 		case <-ctx.Done():
+			select {
+			case <-a.done: // just now
+				return a.session, a.err
+			default:
+			}
 			if m := a.word.Load(); m != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) { // as await does
 				return nil, &unopened{m}
 			}
@@ -223,6 +269,8 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	switch {
 	case err != nil:
 		return nil, a.failed(err)
+	case noResponders(m): // else a.right, which may look at another message just now, has looked at this one
+		return nil, &unopened{m}
 	case a.opened == nil:
 		return nil, &unopened{m}
 	}
@@ -280,6 +328,8 @@ func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID
 			return nil, a.failed(err)
 		}
 		switch {
+		case noResponders(m): // as in openOnce
+			return m, nil
 		case !a.again:
 			return m, nil
 		case !repeatable(req.Kind) && !fault.On("seal-repeats-all"):

@@ -52,21 +52,22 @@ func (s *seals) sweep() {
 	if s.closed {
 		return
 	}
+	s.sweeper.Reset(sweepEvery) // first, in case of a fault
 	now := time.Now()
-	served, opened := s.served.sweep(now), s.opened.sweep(now)
-	if served+opened > 0 {
-		s.sweeper.Reset(sweepEvery)
-		return
+	if served, opened := s.served.sweep(now), s.opened.sweep(now); served+opened == 0 {
+		s.sweeper.Stop()
+		s.sweeper = nil
 	}
-	s.sweeper = nil
 }
 
-// close ends the sweeping. If it goes on at this moment, close waits for it.
+// close ends the sweeping, and forgets all sessions. If a sweep goes on at this moment, close waits for it.
 func (s *seals) close() {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.closed = true
 	if s.sweeper != nil {
 		s.sweeper.Stop()
 	}
+	s.mu.Unlock()
+	s.served.close()
+	s.opened.close()
 }

@@ -28,6 +28,7 @@ const (
 // opens another.
 type served struct {
 	mu     sync.Mutex
+	closed bool
 	by     map[uint64]*held
 	opens  map[[sha256.Size]byte]bool // of the sessions that there are
 	unused *list.List                 // of *held, the oldest first
@@ -57,11 +58,11 @@ func (s *served) number() uint64 {
 	return binary.BigEndian.Uint64(b[:])
 }
 
-// add keeps a session that was opened just now. It does not if its open or its number is there already.
+// add keeps a session that was opened just now. It does not if its open or its number is there already, or after close.
 func (s *served) add(v *held) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.by[v.id] != nil || s.opens[v.open] {
+	if s.closed || s.by[v.id] != nil || s.opens[v.open] {
 		return false
 	}
 	for e := s.unused.Front(); e != nil; e = s.unused.Front() {
@@ -168,10 +169,21 @@ func (s *served) release(v *held) {
 func (s *served) sweep(now time.Time) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, l := range []*list.List{s.unused, s.used} { // both in the order of last
-		for e := l.Front(); e != nil && e.Value.(*held).idle(now); e = l.Front() {
-			s.drop(e.Value.(*held))
-		}
+	for e := s.unused.Front(); e != nil && now.Sub(e.Value.(*held).began) >= unusedLife; e = s.unused.Front() {
+		s.drop(e.Value.(*held))
+	}
+	for e := s.used.Front(); e != nil && e.Value.(*held).idle(now); e = s.used.Front() {
+		s.drop(e.Value.(*held))
 	}
 	return len(s.by)
+}
+
+// close forgets all sessions, for good.
+func (s *served) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	for _, v := range s.by {
+		s.drop(v)
+	}
 }

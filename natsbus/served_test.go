@@ -212,6 +212,28 @@ func TestOpenedSessions(t *testing.T) {
 		if got, _, _ := get("P", nil); got != nil {
 			t.Errorf("a session is used after %v", sessionLife*3/2)
 		}
+		// A session that was opened beside a worn one is not used for a while: the worn one goes on.
+		_, a, _ = get("W", nil)
+		worn := end("W", a, nil)
+		worn.requests.next.Store(sessionRequests)
+		if got, _, first := get("W", nil); got != worn || !first {
+			t.Error("a worn session is not used while another is opened")
+		}
+		fresh := &sealSession{began: time.Now()}
+		o.ended("W", o.by["W"].attempt, fresh, nil)
+		if got, _, _ := get("W", nil); got != fresh {
+			t.Error("a fresh session is not used")
+		}
+		time.Sleep(unusedLife / 2)
+		if got, _, first := get("W", nil); got != worn || !first {
+			t.Error("a session that waited for too long ends the one before it too")
+		}
+		o.ended("W", o.by["W"].attempt, nil, errClosed)
+		if got, _, _ := get("W", fresh); got == worn {
+			t.Error("an agent that has forgotten a session is asked by the one before it")
+		}
+		o.ended("W", o.by["W"].attempt, nil, errClosed)
+		o.forget("W", fresh)
 		_, a, _ = get("Q", nil)
 		s = end("Q", a, nil)
 		s.requests.next.Store(sessionRequests)

@@ -1,0 +1,75 @@
+package natsbus
+
+import (
+	"slices"
+	"sync"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// A message over a cluster that is of no session may be anybody's, and its answer takes signatures: an open, or a request
+// of a session that is not known here. So these have places and an answerer of their own: they take none of the
+// requests', however many come.
+const (
+	// maxSessionless is how many wait: what one processor answers before their askers send another (openAgain).
+	maxSessionless = 4096
+	// maxSessionlessOf is how many of one agent wait. An honest one sends an open a second, and a request of each session
+	// that was forgotten. Where a user of the cluster can publish in its own name only, no other agent's are kept out by it.
+	maxSessionlessOf = 32
+	// maxAnswerers is how many are answered at one time: the other processors stay free.
+	maxAnswerers = 1
+)
+
+// sessionless are the messages that wait.
+type sessionless struct {
+	queue     chan *asked
+	answerers chan struct{} // one for each message that is being answered
+
+	mu sync.Mutex
+	of map[core.AgentID]int // how many wait, or are being answered, of each agent
+}
+
+func newSessionless() *sessionless {
+	return &sessionless{queue: make(chan *asked, maxSessionless), answerers: make(chan struct{}, maxAnswerers), of: map[core.AgentID]int{}}
+}
+
+// put has a message wait; false if too many do.
+func (s *sessionless) put(v *asked) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.of[v.from] >= maxSessionlessOf {
+		return false
+	}
+	// What lies in the queue is as long as it says: NATS keeps a message's headers and its data in one piece.
+	m := &nats.Msg{Subject: v.m.Subject, Reply: v.m.Reply, Sub: v.m.Sub, Data: slices.Clone(v.m.Data[:min(len(v.m.Data), openBytes)])}
+	select {
+	case s.queue <- &asked{link: v.link, from: v.from, m: m, mark: v.mark}:
+		s.of[v.from]++
+		return true
+	default:
+		return false
+	}
+}
+
+// answered says that a message waits no more.
+func (s *sessionless) answered(v *asked) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.of[v.from]--; s.of[v.from] == 0 {
+		delete(s.of, v.from)
+	}
+}
+
+// close lets go of what waits.
+func (s *sessionless) close() {
+	for {
+		select {
+		case v := <-s.queue:
+			s.answered(v)
+		default:
+			return
+		}
+	}
+}

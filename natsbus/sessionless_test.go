@@ -1,0 +1,99 @@
+package natsbus
+
+import (
+	"crypto/rand"
+	"fmt"
+	"testing"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// flood sends P messages of no session in the name of an agent, that of others where from is "", and waits until the
+// server has them.
+func (s *sealedPair) flood(t *testing.T, n int, kind sealKind, from core.AgentID, header nats.Header) {
+	t.Helper()
+	bytes := map[sealKind]int{sealOpen: openBytes, sealRequest: sealOverhead + 4000}[kind]
+	for i := range n {
+		m := make([]byte, bytes)
+		_, _ = rand.Read(m)
+		m[0], m[1], m[2] = sealMark, sealVersion, byte(kind)
+		name := from
+		if name == "" {
+			name = core.AgentID(fmt.Sprint("stranger-", i/maxSessionlessOf))
+		}
+		if err := s.nc.PublishMsg(&nats.Msg{Subject: subject(s.p, name), Reply: inboxOf(name) + ".1", Data: m, Header: header}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := s.nc.FlushTimeout(within); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestFloodOfStrangers: opens, and requests of sessions that are not known, wait in places of their own, take none of a
+// request's, and are not held beyond a bound, whatever headers they have. When they are answered, honest agents open
+// sessions as before.
+func TestFloodOfStrangers(t *testing.T) {
+	for kind, name := range map[sealKind]string{sealOpen: "opens", sealRequest: "requests"} {
+		t.Run(name, func(t *testing.T) {
+			s := newSealedPair(t)
+			s.request(t, "answer 1 to D")
+			waits := s.prefill.sessionless
+			waits.answerers <- struct{}{} // one answer takes long
+			const excess = 10
+			seals := s.prefill.seals
+			s.flood(t, maxSessionless+excess, kind, "", nats.Header{"Long": []string{string(make([]byte, 1000))}})
+			counted(t, "messages beyond the bound", &seals.crowded, excess, func() bool { return false })
+			if n := len(waits.queue); n != maxSessionless {
+				t.Errorf("%d messages wait, want %d", n, maxSessionless)
+			}
+			s.request(t, "answer 2 to D")
+			held := 0
+			for range maxSessionless {
+				v := <-waits.queue
+				if held += cap(v.m.Data); v.m.Header != nil {
+					t.Fatal("a header is held")
+				}
+				waits.queue <- v
+			}
+			if held > maxSessionless*2*openBytes {
+				t.Errorf("%d bytes are held of %d messages", held, maxSessionless)
+			}
+			<-waits.answerers
+			s.prefill.answerSessionless()
+			other := newBus(t, Options{Identity: named("D2"), ClusterURL: s.url, Token: "right", ConnectTimeout: within})
+			if r, err := other.Request(ctxOf(t, within), "", s.p, hello("D2")); err != nil || r.Reason != "answer 3 to D2" {
+				t.Errorf("%+v, %v", r, err)
+			}
+			of := &seals.forged
+			if kind == sealRequest {
+				of = &seals.unknown
+			}
+			counted(t, "messages that are answered, or not", of, maxSessionless, func() bool { return false })
+			if n := len(waits.of); n != 0 {
+				t.Errorf("%d agents have messages that wait, and none waits", n)
+			}
+		})
+	}
+}
+
+// TestFloodOfOne: the messages of one agent that wait leave places to those of others.
+func TestFloodOfOne(t *testing.T) {
+	s := newSealedPair(t)
+	s.request(t, "answer 1 to D")
+	waits := s.prefill.sessionless
+	waits.answerers <- struct{}{}
+	s.flood(t, maxSessionless, sealOpen, "greedy", nil)
+	counted(t, "messages beyond its share", &s.prefill.seals.crowded, maxSessionless-maxSessionlessOf, func() bool { return false })
+	if n := len(waits.queue); n != maxSessionlessOf {
+		t.Errorf("%d messages of one agent wait, want %d", n, maxSessionlessOf)
+	}
+	<-waits.answerers
+	s.prefill.answerSessionless()
+	other := newBus(t, Options{Identity: named("D2"), ClusterURL: s.url, Token: "right", ConnectTimeout: within})
+	if r, err := other.Request(ctxOf(t, within), "", s.p, hello("D2")); err != nil || r.Reason != "answer 2 to D2" {
+		t.Errorf("%+v, %v", r, err)
+	}
+}
