@@ -124,8 +124,10 @@ def test_abort_in_each_state(ranks: Any, by: str, when: str) -> None:
         assert "the client went" in room.reason and f"{by}, room 1" in room.reason
     other_side, other = (d, at_d) if by == "prefill" else (p, at_p)
     if when in ("asked", "wanted", "offered"):
-        if when == "wanted" and by == "decode":
-            p.offer(at_p, [1, 2], 1)  # its prefill was under way
+        if when in ("asked", "wanted") and by == "decode":
+            p.until(at_p, FAILED, WAITING)
+            if at_p.state == WAITING:  # decode's load came first, so that prefill is under way
+                p.offer(at_p, [1, 2], 1)
         other_side.until(other, FAILED, *([SUCCESS] if when == "offered" else []))
         # If a write is under way, prefill may hear of the end by its connection first.
         reasons = ["the client went", *(["does not expect"] if when == "offered" and by == "decode" else [])]
