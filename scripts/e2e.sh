@@ -10,12 +10,17 @@ log=build/environments.log failed=0
 stage() { scripts/stage.py "$@" || failed=1; }
 chaos=(build/kvconn-rig chaos --short)
 stage chaos "${chaos[@]}"
-stage chaos-local "${chaos[@]}" --parts faults --faults 30 --transport local
 double=0
 scripts/gpu-double.sh || double=$?
+# These three wait for most of their time, so they do it side by side.
+beside=()
+scripts/stage.py chaos-local "${chaos[@]}" --parts faults --faults 30 --transport local & beside+=($!)
 if ((double == 0)); then
-  stage chaos-gpu "${chaos[@]}" --parts faults --faults 30 --memory double
-  stage chaos-gpu-local "${chaos[@]}" --parts faults --faults 30 --memory double --transport local
+  scripts/stage.py chaos-gpu "${chaos[@]}" --parts faults --faults 30 --memory double & beside+=($!)
+  scripts/stage.py chaos-gpu-local "${chaos[@]}" --parts faults --faults 30 --memory double --transport local & beside+=($!)
+fi
+for each in "${beside[@]}"; do wait "$each" || failed=1; done
+if ((double == 0)); then
   stage chaos-gpu-slow "${chaos[@]}" --parts slow,deaf --memory double --strict
 elif ((double != 75)); then # 75: cuda.h cannot be had, and it says so
   failed=1
