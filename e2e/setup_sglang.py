@@ -31,10 +31,10 @@ environment.engine = "SGLang"
 
 SGLANG = "0.5.23"
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
-RECIPE = 2
+RECIPE = 3
 # The version that goes with vLLM's torch; SGLang's own pin is for another torch.
 TORCHVISION = "torchvision==0.28.0"
-ROUTER = "sglang-router==0.3.2"
+ROUTERS = ("sglang-router==0.3.2", "smg==1.13.0")
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"  # the other builds want CUDA's libraries
 IMPORT_MOONCAKE = "import mooncake.engine"
 
@@ -91,7 +91,7 @@ def make(venv: Path, sglang: str) -> str:
     steps.pip(f"2/4 sglang {sglang}", "--no-deps", f"sglang=={sglang}")
     # vLLM's packages come behind this environment's own, which are others where SGLang wants other versions.
     (site / "zz-shared.pth").write_text(f"{shared}\n", encoding="utf-8")
-    steps.pip("3/4 SGLang's small requirements", "--no-deps", *BESIDE_VLLM, TORCHVISION, ROUTER)
+    steps.pip("3/4 SGLang's small requirements", "--no-deps", *BESIDE_VLLM, TORCHVISION, *ROUTERS)
     say("4/4 the stand-in for its kernels, and importing it")
     shutil.copy2(HERE / "sgl_kernel.py", site / "sgl_kernel.py")
     check = "import sglang.launch_server, sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server, pytest"

@@ -5,6 +5,7 @@ One pair is up at a time. With KVCONN_E2E_KINDS="mla window" only those are run.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -240,6 +241,68 @@ def test_other_routers(pair: Pair, name: str) -> None:
             if answer.text == expected:
                 break
         assert answer.text == expected
+    finally:
+        stop_all([router])
+
+
+# What an operator registers of each server in smg, by the contract that smg is to follow. smg does not ask a vLLM that it
+# reaches by HTTP for its connector: where nobody says it, smg tells neither server of the other.
+SMG = {"nixl": ("mla", "NixlConnector"), "mooncake": ("window", "MooncakeConnector"), "passthrough": ("window", "")}
+
+
+def smg_workers(pair: Pair, connector: str) -> list[dict[str, Any]]:
+    of_prefill: dict[str, Any] = {"bootstrap_port": pair.bootstrap_port}
+    of_both: dict[str, Any] = {}
+    if connector:
+        status, text = http_request("GET", f"http://{HOST}:{pair.bootstrap_port}/query")
+        assert status == 200, text
+        of_both["kv_connector"] = connector
+        of_prefill["kv_engine_id"] = json.loads(text)["0"]["engine_id"]
+    return [
+        {"url": pair.prefill.url, "worker_type": "prefill", **of_both, **of_prefill},
+        {"url": pair.decode.url, "worker_type": "decode", **of_both},
+    ]
+
+
+def computed_alone(pair: Pair) -> float:
+    """Tokens of prompts that named no transfer, of a decode server of role kv_consumer."""
+    return metric(pair.decode.url, "vllm:kvconn_computed_tokens_total", absent=0, reason="no_transfer")
+
+
+@pytest.mark.parametrize("mode", SMG)
+def test_smg(pair: Pair, mode: str) -> None:
+    """SGLang's model gateway before vLLM's servers."""
+    kind, connector = SMG[mode]
+    if kind not in pair.model:
+        pytest.skip(f"of the pair with {kind}")
+    if importlib.util.find_spec("smg") is None:
+        pytest.skip("NOT RUN: this environment has no smg: pip install --no-deps -r scripts/requirements-smg.txt")
+    manifest = pair.workdir / f"smg-{mode}.json"
+    manifest.write_text(json.dumps({"version": 1, "workers": smg_workers(pair, connector)}), encoding="utf-8")
+    port, metrics = free_ports(2)
+    url = f"http://{HOST}:{port}"
+    argv = [pair.python, "-m", "smg", "launch", "--pd-disaggregation", "--discovery-provider", "file", "--discovery-file", str(manifest)]
+    argv += ["--host", HOST, "--port", str(port), "--prometheus-host", HOST, "--prometheus-port", str(metrics)]
+    router = Server("smg", argv, pair._env(), pair.workdir / f"smg-{mode}.log", url)
+    router.start()
+    try:
+        wait_until("smg is up", lambda: answers(url + "/health"), 60)
+        before = computed_alone(pair)
+        for _ in range(tries(pair)):
+            request, expected = asked(pair, 700)
+            position = pair.decode.log_size()
+            answer = when_ready(url, request)
+            assert answer.ok, (answer, router.log_tail(), pair.decode.log_tail())
+            if connector:
+                wait_until("the load's line in the decode server's log", lambda position=position: bool(pair.loads(position)))
+            if answer.text == expected:
+                break
+        assert answer.text == expected, router.log_tail()
+        said = metric(f"http://{HOST}:{metrics}", "smg_pd_kv_connector_mode_total", absent=0, mode=mode)
+        assert said >= 1, http_request("GET", f"http://{HOST}:{metrics}/metrics")[1].decode()
+        if not connector:
+            assert not pair.loads(position)
+            wait_until("the prompt is counted, and the single engine's", lambda: computed_alone(pair) == before + 2 * 700)
     finally:
         stop_all([router])
 
