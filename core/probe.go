@@ -11,7 +11,7 @@ import (
 // probe is a D agent whose connections broke: P asks whether it lives.
 type probe struct {
 	since  time.Time // when its connections broke, or it was heard of
-	absent int       // ticks, and the answers to them, in which nobody listened as it, in a row
+	absent int       // ticks, in a row, in which nobody listened as it: answers that say so, and those that pass meanwhile
 	asking bool
 }
 

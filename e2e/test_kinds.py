@@ -287,8 +287,8 @@ def test_smg(pair: Pair, mode: str) -> None:
     router.start()
     try:
         wait_until("smg is up", lambda: answers(url + "/health"), 60)
-        before = computed_alone(pair)
         for _ in range(tries(pair)):
+            before = computed_alone(pair)
             request, expected = asked(pair, 700)
             position = pair.decode.log_size()
             answer = when_ready(url, request)
@@ -302,7 +302,7 @@ def test_smg(pair: Pair, mode: str) -> None:
         assert said >= 1, http_request("GET", f"http://{HOST}:{metrics}/metrics")[1].decode()
         if not connector:
             assert not pair.loads(position)
-            wait_until("the prompt is counted, and the single engine's", lambda: computed_alone(pair) == before + 2 * 700)
+            wait_until("the prompt is counted, and the single engine's", lambda: computed_alone(pair) >= before + 2 * 700)
     finally:
         stop_all([router])
 

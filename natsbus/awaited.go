@@ -35,6 +35,7 @@ type attempt struct {
 	done    chan struct{}            // closed when session or err is set
 	session *sealSession
 	err     error
+	stale   *sealSession // which the agent does not know: nil if it knows the one that there is, or there is none
 }
 
 // right says whether a message is the answer, and opens it.

@@ -74,6 +74,12 @@ func (i *Identity) ID() core.AgentID { return i.id }
 // public is the key that the id is of.
 func (i *Identity) public() ed25519.PublicKey { return i.signer.Public().(ed25519.PublicKey) }
 
+// ownerOf is the key that an id is of; an id of no nkey is its own owner.
+func ownerOf(id core.AgentID) string {
+	key, _, _ := strings.Cut(string(id), keyMark)
+	return key
+}
+
 // owns says whether an id is of that public key. Of an nkey's id the rest is the owner's to choose.
 func owns(public ed25519.PublicKey, id core.AgentID) bool {
 	if key, _, keyed := strings.Cut(string(id), keyMark); keyed {

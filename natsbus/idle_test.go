@@ -83,9 +83,8 @@ func TestIdleSessions(t *testing.T) {
 			t.Errorf("%d of them are left; they are still looked for: %v", n, sweeps())
 		}
 		// The next ones are looked for again, also those that an attempt to open another holds.
-		open("P", 3)
-		time.Sleep(askedIdle)
-		_, a, _ = s.opened.get("P", nil, time.Now())
+		asks, _ = open("P", 3)
+		_, a, _ = s.opened.get("P", asks, time.Now())
 		time.Sleep(servedIdle + sweepEvery)
 		synctest.Wait()
 		if len(s.opened.by) != 1 || len(s.served.by) != 0 || !sweeps() {

@@ -59,6 +59,9 @@ func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time)
 	if first = with.attempt == nil; first {
 		with.attempt = &attempt{done: make(chan struct{})}
 	}
+	if stale != nil {
+		with.attempt.stale = stale
+	}
 	return s, with.attempt, first
 }
 
@@ -73,7 +76,10 @@ func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err 
 	case o.closed:
 		o.drop(with)
 	case s != nil:
-		with.session, with.former, with.used = s, with.session, time.Now()
+		if with.former = with.session; with.former == a.stale {
+			with.former = nil
+		}
+		with.session, with.used = s, time.Now()
 	case with.session == nil:
 		o.drop(with)
 	}

@@ -130,7 +130,7 @@ func (b *Bus) Refused() map[string]uint64 {
 }
 
 // sessionlessCame takes a message that is of no session. If too many wait, it gets nothing: a refusal would cost a signature
-// too. Its asker sends another open after openAgain.
+// too. An open's asker sends another one after openAgain; a request's asker waits until its context ends.
 func (b *Bus) sessionlessCame(v *asked) {
 	if !b.sessionless.put(v) {
 		v.link.seals.crowded.Add(1)

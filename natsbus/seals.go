@@ -49,7 +49,7 @@ func (s *seals) sweep() {
 	defer safe.Recover("natsbus.seals.sweep")
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
+	if s.closed || s.sweeper == nil { // the one before it took longer than sweepEvery
 		return
 	}
 	s.sweeper.Reset(sweepEvery) // first, in case of a fault

@@ -232,6 +232,13 @@ func TestOpenedSessions(t *testing.T) {
 		if got, _, _ := get("W", fresh); got == worn {
 			t.Error("an agent that has forgotten a session is asked by the one before it")
 		}
+		fresh.requests.next.Store(1)
+		fresh = &sealSession{began: time.Now()}
+		o.ended("W", o.by["W"].attempt, fresh, nil)
+		time.Sleep(unusedLife / 2)
+		if got, _, first := get("W", nil); got != nil || !first {
+			t.Error("a session that an agent has forgotten is used when the one after it has waited for too long")
+		}
 		o.ended("W", o.by["W"].attempt, nil, errClosed)
 		o.forget("W", fresh)
 		_, a, _ = get("Q", nil)

@@ -5,8 +5,6 @@ import (
 	"sync"
 
 	"github.com/nats-io/nats.go"
-
-	"github.com/kvconn/kvconn/core"
 )
 
 // A message over a cluster that is of no session may be anybody's, and its answer takes signatures: an open, or a request
@@ -15,9 +13,10 @@ import (
 const (
 	// maxSessionless is how many wait: what one processor answers before their askers send another (openAgain).
 	maxSessionless = 4096
-	// maxSessionlessOf is how many of one agent wait. An honest one sends an open a second, and a request of each session
-	// that was forgotten. Where a user of the cluster can publish in its own name only, no other agent's are kept out by it.
-	maxSessionlessOf = 32
+	// maxSessionlessOf is how many of one owner wait: of a key's agents together, since a key's user names them as it likes.
+	// An honest agent sends an open a second, and what it has under way when a session is forgotten. Where a user of the
+	// cluster can publish in the names of its key only, no other key's are kept out by it.
+	maxSessionlessOf = 256
 	// maxAnswerers is how many are answered at one time: the other processors stay free.
 	maxAnswerers = 1
 )
@@ -28,25 +27,26 @@ type sessionless struct {
 	answerers chan struct{} // one for each message that is being answered
 
 	mu sync.Mutex
-	of map[core.AgentID]int // how many wait, or are being answered, of each agent
+	of map[string]int // how many wait, of each owner
 }
 
 func newSessionless() *sessionless {
-	return &sessionless{queue: make(chan *asked, maxSessionless), answerers: make(chan struct{}, maxAnswerers), of: map[core.AgentID]int{}}
+	return &sessionless{queue: make(chan *asked, maxSessionless), answerers: make(chan struct{}, maxAnswerers), of: map[string]int{}}
 }
 
 // put has a message wait; false if too many do.
 func (s *sessionless) put(v *asked) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.of[v.from] >= maxSessionlessOf {
+	owner := ownerOf(v.from)
+	if s.of[owner] >= maxSessionlessOf {
 		return false
 	}
 	// What lies in the queue is as long as it says: NATS keeps a message's headers and its data in one piece.
 	m := &nats.Msg{Subject: v.m.Subject, Reply: v.m.Reply, Sub: v.m.Sub, Data: slices.Clone(v.m.Data[:min(len(v.m.Data), openBytes)])}
 	select {
 	case s.queue <- &asked{link: v.link, from: v.from, m: m, mark: v.mark}:
-		s.of[v.from]++
+		s.of[owner]++
 		return true
 	default:
 		return false
@@ -57,8 +57,9 @@ func (s *sessionless) put(v *asked) bool {
 func (s *sessionless) answered(v *asked) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.of[v.from]--; s.of[v.from] == 0 {
-		delete(s.of, v.from)
+	owner := ownerOf(v.from)
+	if s.of[owner]--; s.of[owner] == 0 {
+		delete(s.of, owner)
 	}
 }
 

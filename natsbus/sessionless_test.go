@@ -10,8 +10,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// flood sends P messages of no session in the name of an agent, that of others where from is "", and waits until the
-// server has them.
+// flood sends P messages of no session in the names of the agents of a key, those of others where from is "", and waits
+// until the server has them.
 func (s *sealedPair) flood(t *testing.T, n int, kind sealKind, from core.AgentID, header nats.Header) {
 	t.Helper()
 	bytes := map[sealKind]int{sealOpen: openBytes, sealRequest: sealOverhead + 4000}[kind]
@@ -19,9 +19,9 @@ func (s *sealedPair) flood(t *testing.T, n int, kind sealKind, from core.AgentID
 		m := make([]byte, bytes)
 		_, _ = rand.Read(m)
 		m[0], m[1], m[2] = sealMark, sealVersion, byte(kind)
-		name := from
-		if name == "" {
-			name = core.AgentID(fmt.Sprint("stranger-", i/maxSessionlessOf))
+		name := from + core.AgentID(fmt.Sprint(keyMark, i))
+		if from == "" {
+			name = core.AgentID(fmt.Sprint("stranger", i/maxSessionlessOf))
 		}
 		if err := s.nc.PublishMsg(&nats.Msg{Subject: subject(s.p, name), Reply: inboxOf(name) + ".1", Data: m, Header: header}); err != nil {
 			t.Fatal(err)
@@ -79,7 +79,7 @@ func TestFloodOfStrangers(t *testing.T) {
 	}
 }
 
-// TestFloodOfOne: the messages of one agent that wait leave places to those of others.
+// TestFloodOfOne: the messages of one key's agents that wait leave places to those of others.
 func TestFloodOfOne(t *testing.T) {
 	s := newSealedPair(t)
 	s.request(t, "answer 1 to D")
@@ -88,7 +88,7 @@ func TestFloodOfOne(t *testing.T) {
 	s.flood(t, maxSessionless, sealOpen, "greedy", nil)
 	counted(t, "messages beyond its share", &s.prefill.seals.crowded, maxSessionless-maxSessionlessOf, func() bool { return false })
 	if n := len(waits.queue); n != maxSessionlessOf {
-		t.Errorf("%d messages of one agent wait, want %d", n, maxSessionlessOf)
+		t.Errorf("%d messages of one key wait, want %d", n, maxSessionlessOf)
 	}
 	<-waits.answerers
 	s.prefill.answerSessionless()

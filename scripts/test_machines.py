@@ -55,7 +55,7 @@ def doubles(tmp_path: Path) -> dict[str, str]:
     [
         pytest.param((STAYS, DIES), 125, id="the second dies and the first goes on"),
         pytest.param((DIES, STAYS), 125, id="the first dies and the second goes on"),
-        pytest.param(("ended 1; " + FAILS, DIES), 125, id="what ends after a death is no result"),
+        pytest.param(("ended 1; sleep 0.5; " + FAILS, DIES), 125, id="what ends after a death is no result"),
         pytest.param((FAILS, "ended 0; " + DIES), 3, id="what failed before a death has failed"),
         pytest.param((ENDS, "ended 0; " + FAILS), 3, id="the second fails"),
         pytest.param((ENDS, ENDS), 0, id="both end well"),
