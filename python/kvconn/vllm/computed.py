@@ -1,4 +1,4 @@
-"""Prompts that an engine computed though another engine was to: counted, and said in the log.
+"""Counts and logs the prompts that an engine computed in another engine's place.
 
 A pair whose requests name no transfer, or whose loads all fail, gives right answers. It only does its work twice.
 """

@@ -1,7 +1,7 @@
 """What the connector counts. vLLM takes it with each step to the front end, which puts it into its log and /metrics.
 
-Statistics travel as plain lists and numbers, since vLLM sends them to another process. Each worker tells of its part of the
-transfers; the scheduler tells how many are under way.
+Statistics travel as plain lists and numbers, since vLLM sends them to another process. Each worker counts its part of the
+transfers; the scheduler counts how many are under way.
 """
 
 from __future__ import annotations
