@@ -125,7 +125,7 @@ class PartialOffer(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Decode's word that it will load a transfer as soon as it has blocks.
+    """Decode's request to keep a transfer, which it will load as soon as it has blocks.
 
     ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its ranks;
     ``engine_id`` says which of its data-parallel ranks. With ``report_claims``, a claim whose load

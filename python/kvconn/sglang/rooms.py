@@ -1,7 +1,7 @@
 """Gives each room its state of SGLang's, by the agent's completions.
 
 The scheduler polls every room on every step, so a poll reads an attribute. The completions of all rooms are collected at
-once, and only if there are some: reading a number in memory tells. Only settle waits. All methods belong to the scheduler's
+once, and only if a number in memory says that there are some. Only settle waits. All methods belong to the scheduler's
 thread, except those of Inbox.
 """
 
@@ -37,7 +37,7 @@ def _end(why: str) -> NoReturn:
 
 
 class Holder:
-    """The sender or receiver of a room. If the scheduler drops it without a word, the agent must forget the request."""
+    """The sender or receiver of a room. If the scheduler drops it without a call, the agent must forget the request."""
 
     room: Room
 

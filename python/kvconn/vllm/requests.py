@@ -41,7 +41,8 @@ class Used(BadParams):
 
 
 class Owners:
-    """Which request has each transfer, or had it: an agent carries a transfer once, so another one would wait for nothing."""
+    """Which request has each transfer, or had it: an agent carries a transfer once, so a second request would wait in
+    vain."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, str] = OrderedDict()

@@ -28,7 +28,7 @@ logger = logging.getLogger("kvconn.vllm")
 
 @dataclass
 class Reports:
-    """What one step tells the scheduler."""
+    """The reports of one step to the scheduler."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -304,7 +304,7 @@ class WorkerSide:
     # -- the step's reports -----------------------------------------------------------------------------------------
 
     def collect(self, empty_step: bool) -> Reports:
-        """What has ended since the last step.
+        """The requests that have ended since the last step.
 
         A step without tokens runs only to ask this, and the next step follows at once. So this call waits a
         little: until then the processor is free for the threads that move the bytes, and a completion ends the
