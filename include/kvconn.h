@@ -202,8 +202,8 @@ typedef struct kvconn_load_request {
  *
  * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim gets this
  * completion when a load of it could only fail: the prefill engine is gone, has ended or
- * refused the transfer, or claim_s went by. It comes once and never with KVCONN_OK. A claim
- * that was loaded or cancelled before gets none.
+ * refused the transfer, or claim_s went by. The completion comes once and never with KVCONN_OK.
+ * A claim that was loaded or cancelled before gets no such completion.
  */
 enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_DEMAND = 3, KVCONN_SIDE_CLAIM = 4 };
 
@@ -213,7 +213,7 @@ typedef struct kvconn_completion {
   int32_t code;         /* KVCONN_OK, or a code from 20 on */
   int32_t side;         /* enum kvconn_side */
   uint64_t bytes;       /* moved */
-  uint64_t wait_ns;     /* of a load: the time since the call, less transfer_ns; of an offer: until the sending begins */
+  uint64_t wait_ns;     /* of a load: its time since the call, less transfer_ns; of an offer: until sending begins */
   uint64_t transfer_ns; /* how long bytes were under way. A load by tcp also counts bytes of other loads from the same
                          * agent. Loads by tcp and local, and offers by tcp, leave out the time in which decode had all
                          * that was computed. All others count from the first byte to the last */
