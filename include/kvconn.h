@@ -250,10 +250,10 @@ int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regio
 
 /*
  * Allocates host memory for KV caches, which decode engines of the same host map: the fastest way between two
- * processes. An engine may use the memory for anything else too. It is zeroed, all its pages are there, and it begins
- * at a multiple of a page; if it has 2 MiB or more, at a multiple of 2 MiB. The call takes as long as the kernel needs
- * to clear the memory. If 1024 allocations exist already, the result is KVCONN_ERR_OVERLOAD. If the host or the
- * process's cgroup has not got the bytes, it is KVCONN_ERR_SYSTEM. On failure *address is NULL.
+ * processes. An engine may use the memory for anything else too. The memory is zeroed, all its pages are there, and
+ * it begins at a multiple of a page; if it has 2 MiB or more, at a multiple of 2 MiB. The call takes as long as the
+ * kernel needs to clear the memory. If 1024 allocations exist already, the result is KVCONN_ERR_OVERLOAD. If the host
+ * or the process's cgroup has not got the bytes, the result is KVCONN_ERR_SYSTEM. On failure *address is NULL.
  *
  * The memory belongs to the process and to no agent. kvconn_free takes its address once, and ignores NULL. If an agent
  * has registered the memory, it stays until kvconn_close of that agent has returned, and no agent can register it
@@ -278,10 +278,10 @@ int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, uint64_
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
-/* Prefill: these blocks hold these transfers. The blocks must stay unchanged until the completion. It comes when a
-   decode engine has loaded the transfer, when the transfer was cancelled or failed, or when no decode engine has
-   claimed or loaded it within lease_s. After GPU memory was mapped anew, offers and loads that began before fail. Until
-   they have ended, calls for new ones fail too: repeat the call. */
+/* Prefill: these blocks hold these transfers. The blocks must stay unchanged until the completion. The completion
+   comes when a decode engine has loaded the transfer, when the transfer was cancelled or failed, or when no decode
+   engine has claimed or loaded it within lease_s. After GPU memory was mapped anew, offers and loads that began
+   before fail. Until they have ended, calls for new ones fail too: repeat the call. */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
 
 /*
@@ -328,7 +328,7 @@ int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, siz
 
 /*
  * Decode: the engine will load these transfers as soon as it has blocks for them. Until then the prefill engine keeps
- * them, within claim_s. A claim has num_groups 0 and no completion of its own. It ends by kvconn_start_load or
+ * them, within claim_s. A claim has num_groups 0 and no completion of its own. A claim ends by kvconn_start_load or
  * kvconn_cancel of the id. If the prefill engine goes meanwhile, the load fails at once. To claim a transfer that is
  * claimed or loaded already is no error.
  *
@@ -351,8 +351,8 @@ int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_
 int32_t kvconn_pending(kvconn_agent agent);
 
 /* The address of the number that kvconn_pending returns, for a caller that cannot afford even a call: 32 bits that
-   change atomically. They are also not 0 when kvconn_pending would return an error. The result is NULL when the handle
-   is not open. */
+   change atomically. These bits are also not 0 when kvconn_pending would return an error. The result is NULL when the
+   handle is not open. */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
 /* Moves up to capacity completions out, and their number to *count. The call never waits. completion_size is the
@@ -368,9 +368,9 @@ int32_t kvconn_event_fd(kvconn_agent agent);
    KVCONN_ERR_BUFFER says that capacity is too small. */
 int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *length);
 
-/* The text of this thread's last failed call, which names the wrong value and the remedy. It ends with a NUL and is
-   cut off at capacity or after 1023 bytes. Like errno it only has a meaning after a call of the same thread has
-   failed. */
+/* The text of this thread's last failed call, which names the wrong value and the remedy. The text ends with a NUL
+   and is cut off at capacity or after 1023 bytes. Like errno it only has a meaning after a call of the same thread
+   has failed. */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
 /* The "http://host:port" that this agent serves or has joined; else empty. */
@@ -390,7 +390,7 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
  * seconds more if the embedded server does not stop. At its end the event fd becomes readable once more and is
  * closed; the handle is stale.
  *
- * If a GPU does not answer, the call cannot promise that no byte lands. It returns within the same time, with
+ * If a GPU does not answer, the call cannot promise that no byte lands. The call returns within the same time, with
  * KVCONN_ERR_SYSTEM and the device's number in the reason, and the handle is stale all the same. That GPU may still
  * read and write the registered memory that lies on it. So that memory must be neither freed nor used again while the
  * process lives. The library keeps its own pinned memory, since the GPU may still use that too.

@@ -30,8 +30,8 @@ def alloc(nbytes: int) -> c.Array[c.c_char]:
 
     ``numpy.frombuffer(buffer, dtype)`` and ``torch.frombuffer(buffer, dtype=...)`` are views of it, and
     :func:`empty` gives a tensor over such memory. The memory begins at a multiple of a page; if it has 2 MiB or
-    more, at a multiple of 2 MiB. All its pages are there, so the call takes a while for many GiB. It raises if the
-    host or the process's cgroup has not got so much.
+    more, at a multiple of 2 MiB. All its pages are there, so the call takes a while for many GiB. The call raises
+    if the host or the process's cgroup has not got so much.
 
     The memory is freed when no view of it, no tensor over a view, and no open agent that has registered it uses it any
     more. A process may have 1024 such allocations at a time. The call loads the native library: call it after the fork,

@@ -55,7 +55,7 @@ class Region(NamedTuple):
     heads, and different numbers of tokens if one divides the other.
 
     ``index_kind`` says what the ids of the group name: a member of :class:`IndexKind`, or
-    ``IndexKind.ring(n)``. It is the same in all regions of a group, and on both sides.
+    ``IndexKind.ring(n)``. All regions of a group, on both sides, have the same ``index_kind``.
 
     ``read_only`` says that nobody may write the memory, such as an array that numpy
     made read-only. An agent that loads refuses it.

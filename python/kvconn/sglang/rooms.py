@@ -37,7 +37,8 @@ def _end(why: str) -> NoReturn:
 
 
 class Holder:
-    """The sender or receiver of a room. If the scheduler drops it without a call, the agent must forget the request."""
+    """The sender or receiver of a room. If the scheduler drops the holder without a call, the agent must forget the
+    request."""
 
     room: Room
 

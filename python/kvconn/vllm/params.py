@@ -91,8 +91,8 @@ def parse(params: Any, base: str = "") -> PrefillParams | DecodeParams | None:
     A decode request comes with Mooncake's keys, which the router has made, or with those of the prefill engine's answer
     (see answer). The answer has Mooncake's keys and NIXL's; a router may have dropped either.
 
-    base is base_of the request's own id, and names the transfer. It is given if routers ask both engines at once with
-    one X-Request-Id, tell the decode engine this id as remote_request_id, and tell the prefill engine no id.
+    base is base_of the request's own id, and names the transfer. base is given if routers ask both engines at once
+    with one X-Request-Id, tell the decode engine this id as remote_request_id, and tell the prefill engine no id.
     """
     if params is None:
         return None
