@@ -279,7 +279,7 @@ def role_of(transfer: Any) -> str:
 def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str = OWN) -> dict[str, Any]:
     """The agent's configuration: first what vLLM knows, over it what the user says in kv_connector_extra_config.
 
-    name: that under which vLLM knows the connector.
+    name: the name under which vLLM knows the connector.
     """
     transfer = vllm_config.kv_transfer_config
     cache = vllm_config.cache_config
