@@ -51,8 +51,8 @@ class Owners:
         """Raises Taken or Used if the transfer is another request's.
 
         Several samples of one prompt (n > 1), or several prompts, are several requests with one transfer id: the first of them
-        has it. If a request of such a list has failed, vLLM's server adds one more that is aborted at once, in case the failed
-        request was not added.
+        has it. If a request of vLLM's server fails, the server adds one that is aborted at once, in case the failed one was
+        not added.
         """
         # An engine of both roles may be P and D of one transfer, so the key names the half.
         key, req_id = f"{'P' if isinstance(params, PrefillParams) else 'D'}:{params.transfer_id}", request.request_id
