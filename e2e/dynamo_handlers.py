@@ -82,7 +82,8 @@ class Worker:
     def complete(self, path: str, fields: Fields, body: bytes) -> Answer:
         asked = json.loads(body)
         request = Request(self._config)
-        first = {**asked, PARAMS: request.to_prefill(), "max_tokens": 1, "min_tokens": 1, "stream": False}
+        first = {key: value for key, value in asked.items() if key != "stream_options"}
+        first |= {PARAMS: request.to_prefill(), "max_tokens": 1, "min_tokens": 1, "stream": False}
         answer = send(self._prefill, path, fields, json.dumps(first).encode())
         if answer.status != 200:
             return answer
