@@ -118,7 +118,7 @@ def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterat
         connection.close()
 
 
-def metric(url: str, name: str, absent: float | None = None, **labels: str) -> float:
+def metric(url: str, name: str, /, absent: float | None = None, **labels: str) -> float:
     """The sum of a metric over the labels that are not named. A counter with labels may not be there yet: absent stands for it."""
     status, body = request("GET", url + "/metrics", timeout_s=10)
     if status != 200:
