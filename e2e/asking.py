@@ -66,14 +66,14 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-def ask(url: str, body: dict[str, Any], timeout_s: float = 120, chat: bool = False) -> Answer:
+def ask(url: str, body: dict[str, Any], timeout_s: float = 120, chat: bool = False, headers: dict[str, str] | None = None) -> Answer:
     """One completion (or chat completion), streamed if the body says so. No answer of the server makes it raise."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     answer = Answer()
     connection, _ = _connect(url, timeout_s)
     begin = time.monotonic()
     try:
-        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})})
         response = connection.getresponse()
         answer.status = response.status
         if response.status != 200:
@@ -118,7 +118,7 @@ def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterat
         connection.close()
 
 
-def metric(url: str, name: str, absent: float | None = None, **labels: str) -> float:
+def metric(url: str, name: str, /, absent: float | None = None, **labels: str) -> float:
     """The sum of a metric over the labels that are not named. A counter with labels may not be there yet: absent stands for it."""
     status, body = request("GET", url + "/metrics", timeout_s=10)
     if status != 200:

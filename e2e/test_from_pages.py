@@ -18,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import test_dynamo as dynamo
 import tiny_model
 from asking import HOST, ask, metric, wait_until
 from asking import request as http_request
@@ -111,6 +112,40 @@ def named(text: str) -> set[str]:
     return set(re.findall(r"`(vllm:(?:nixl|kvconn)_\w+)`", text)) - {"vllm:nixl_post_time_seconds"}
 
 
+def as_prefill_knows_itself(case: Case, page: str) -> dict[str, Any]:
+    """The prefill engine's configuration and environment, by the page's command. Mooncake's engine id is the one that its port tells."""
+    command = re.search(rf"^((?:\w+=\S+ )*)vllm serve \S+ --port {case.prefill_port} [^']*'([^']*)'", page, re.M)
+    assert command, page
+    config = {**json.loads(command[2]), "environment": dict(each.split("=") for each in command[1].split())}
+    if case.name == "MooncakeConnector":
+        port = config["environment"]["VLLM_MOONCAKE_BOOTSTRAP_PORT"]
+        config["engine_id"] = json.loads(http_request("GET", f"http://{HOST}:{port}/query")[1])["0"]["engine_id"]
+    return config
+
+
+def behind_dynamo(case: Case, page: str, where: Path) -> int:
+    """Dynamo's handler between the page's servers (dynamo_handlers.py): the texts are a single engine's. Gives the number of loads."""
+    if (env := dynamo.environment()) is None:
+        return 0  # test_dynamo.py says so
+    prefill, decode, (port,) = f"http://{HOST}:{case.prefill_port}", f"http://{HOST}:{case.decode_port}", free_ports(1)
+    argv = [sys.executable, str(dynamo.HANDLERS), "serve", json.dumps(as_prefill_knows_itself(case, page))]
+    argv += ["--port", str(port), "--prefill", prefill, "--decode", decode]
+    worker = Server("dynamo", argv, env, where / "dynamo.log", f"http://{HOST}:{port}")
+    position = DECODE_LOG.stat().st_size
+    try:
+        worker.start()
+        wait_ready([worker], progress=progress)
+        for number in range(4):
+            request = {"model": SERVED, "prompt": prompt_text(100 + number, 700), "max_tokens": 16, "temperature": 0}
+            single = ask(decode, {**request, "cache_salt": "a single engine"})
+            answer = ask(worker.url, {**request, "stream": bool(number % 2)})
+            assert single.ok and answer.ok and answer.text == single.text, (single, answer, worker.log_tail())
+        wait_until("each has its load in the log", lambda: len(loads(position)) == 4, 60)
+    finally:
+        worker.stop()
+    return 4
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_texts_of_a_pair_that_is_configured_for_another(case: Case, router: str, expected: list[str], tmp_path: Path) -> None:
     page = (ROOT / case.page).read_text(encoding="utf-8")
@@ -146,6 +181,7 @@ def test_texts_of_a_pair_that_is_configured_for_another(case: Case, router: str,
             assert metric(decode, "vllm:nixl_bytes_transferred_sum") == total
         missing = [name for name in named(page) if not re.search(rf"^# TYPE {name} ", told, re.M)]
         assert not missing, missing
+        more = behind_dynamo(case, page, tmp_path)
     said = output.read_text(errors="replace")
     assert said.count('"text":') == 2 and '"error"' not in said, said
-    assert len(re.findall("kvconn load {", said)) == len(PROMPTS) + 1, said
+    assert len(re.findall("kvconn load {", said)) == len(PROMPTS) + 1 + more, said

@@ -6,13 +6,10 @@ One pair is up at a time. With KVCONN_E2E_KINDS="mla window" only those are run.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,16 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tiny_model
 from asking import HOST, Answer, ask, metric, wait_idle, wait_until
 from asking import request as http_request
-from servers import Server, free_ports, leaving_nothing, stop_all
-from vllm_pair import Pair
+from kinds import BLOCK, alone, asked, body, numbers, progress, through, tries, words
+from other_routers import LLMD, ROUTERS, SMG, carried, computed, router_up, smg_workers
+from servers import free_ports, leaving_nothing
+from vllm_pair import HERE, Pair
 
-BLOCK = 128  # tokens, vLLM's on CPU
 KINDS = os.environ.get("KVCONN_E2E_KINDS", "llama mla window").split()
-numbers = itertools.count(1)
-
-
-def progress(name: str, seconds: float, text: str) -> None:
-    print(f"  [{seconds:4.0f} s] {name}: {text}", file=sys.stderr, flush=True)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,50 +63,6 @@ def servers_live(pair: Pair) -> Iterator[None]:
     for server in (pair.prefill, pair.decode):
         server.check_alive()
         wait_idle(server.name, server.url, 15)
-
-
-def words(tokens: int) -> str:
-    """A prompt that no cache has seen."""
-    text = f"{next(numbers)} of {time.monotonic_ns()}: the woods are lovely, dark and deep, but I have promises to keep. "
-    return (text * (tokens // len(text) + 1))[:tokens]
-
-
-def body(pair: Pair, prompt: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
-    return {"model": pair.served, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
-
-
-def alone(pair: Pair, request: dict[str, Any]) -> Answer:
-    answer = ask(pair.decode.url, {**request, "cache_salt": f"alone-{next(numbers)}"})
-    assert answer.ok, (answer, pair.decode.log_tail())
-    return answer
-
-
-def asked(pair: Pair, tokens: int) -> tuple[dict[str, Any], str]:
-    """A request with a prompt of so many tokens, and the text that a single engine gives."""
-    if "mla" not in pair.model:
-        request = body(pair, words(tokens))
-        return request, alone(pair, request).text
-    # vLLM's MLA computes a token of the prompt by another formula than one that it decodes, and rounds differently; the
-    # decode engine computes the prompt's last token by the latter. So that token is one that the single engine decodes.
-    begin = words(tokens - 1)
-    text = alone(pair, body(pair, begin, max_tokens=17)).text
-    return body(pair, begin + text[0]), text[1:]
-
-
-def tries(pair: Pair) -> int:
-    """How many prompts a text may take to equal a single engine's. vLLM's MLA on CPU caches other values for a prompt of
-    n tokens than for its first n - 1 (in float32, by up to their own size). So one text in some twenty differs, each time in
-    the same way. With a wrong cache every text differs."""
-    return 3 if "mla" in pair.model else 1
-
-
-def through(pair: Pair, request: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    position = pair.decode.log_size()
-    answer = ask(pair.router.url, request)
-    assert answer.ok, (answer, pair.decode.log_tail())
-    wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)))
-    (load,) = pair.loads(position)
-    return answer, load
 
 
 def test_log_says_under_which_name_it_serves(pair: Pair) -> None:
@@ -187,86 +136,12 @@ def test_nixl_contract(pair: Pair, known: tuple[str, ...] | None) -> None:
     assert answer.text == expected
 
 
-def example_router(name: str) -> str:
-    """An example of vLLM's, out of its source distribution."""
-    script = Path(__file__).resolve().parent.parent / "scripts" / "vllm-example-router.py"
-    found = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, check=False)
-    if found.returncode == 75:
-        pytest.skip(f"NOT RUN: {found.stderr.strip()}")
-    assert found.returncode == 0, found.stderr
-    return found.stdout.strip()
-
-
-def by_urls(pair: Pair) -> list[str]:
-    return ["--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url]
-
-
-def push_router(pair: Pair) -> list[str]:
-    """Asks both engines at once, and knows of prefill what its command says."""
-    if pair._written_for != "NixlPushConnector":
-        pytest.skip("of the pair that serves as NixlPushConnector")
-    status, text = http_request("GET", f"http://{HOST}:{pair.bootstrap_port}/query")
-    assert status == 200, text
-    prefill, decode = (server.url.removeprefix("http://") for server in (pair.prefill, pair.decode))
-    its = ["--prefill-engine-id", json.loads(text)["0"]["engine_id"], "--prefill-kv-host", HOST]
-    its += ["--prefill-side-channel-port", str(pair.bootstrap_port)]
-    return [example_router("push"), "--model", pair.served, "--prefill", prefill, "--decode", decode, *its]
-
-
-# Each router's answer when it is up, and its command.
-ROUTERS: dict[str, tuple[str, Callable[[Pair], list[str]]]] = {
-    "vllm-example-mooncake": ("/openapi.json", lambda pair: [example_router("mooncake"), *by_urls(pair)]),
-    "vllm-example-push": ("/status", push_router),
-    "nixl": ("/health", lambda pair: ["-m", "kvconn", "proxy", "--contract", "nixl", *by_urls(pair)]),
-}
-
-
 @pytest.mark.parametrize("name", ROUTERS)
 def test_other_routers(pair: Pair, name: str) -> None:
     """vLLM's own examples as they are, and ours by the other contract."""
     at, command = ROUTERS[name]
-    (port,) = free_ports(1)
-    url = f"http://{HOST}:{port}"
-    argv = [pair.python, *command(pair), "--port", str(port)]
-    router = Server(name, argv, pair._env(), pair.workdir / f"{name}.log", url)
-    router.start()
-    try:
-        wait_until(f"{name} is up", lambda: answers(url + at), 60)
-        for _ in range(tries(pair)):
-            request, expected = asked(pair, 700)
-            position = pair.decode.log_size()
-            answer = when_ready(url, request)
-            assert answer.ok, (answer, router.log_tail(), pair.decode.log_tail())
-            wait_until("the load's line in the decode server's log", lambda position=position: bool(pair.loads(position)))
-            if answer.text == expected:
-                break
-        assert answer.text == expected
-    finally:
-        stop_all([router])
-
-
-# What an operator registers of each server in smg, by the contract that smg is to follow. smg does not ask a vLLM that it
-# reaches by HTTP for its connector: where nobody says it, smg tells neither server of the other.
-SMG = {"nixl": ("mla", "NixlConnector"), "mooncake": ("window", "MooncakeConnector"), "passthrough": ("window", "")}
-
-
-def smg_workers(pair: Pair, connector: str) -> list[dict[str, Any]]:
-    of_prefill: dict[str, Any] = {"bootstrap_port": pair.bootstrap_port}
-    of_both: dict[str, Any] = {}
-    if connector:
-        status, text = http_request("GET", f"http://{HOST}:{pair.bootstrap_port}/query")
-        assert status == 200, text
-        of_both["kv_connector"] = connector
-        of_prefill["kv_engine_id"] = json.loads(text)["0"]["engine_id"]
-    return [
-        {"url": pair.prefill.url, "worker_type": "prefill", **of_both, **of_prefill},
-        {"url": pair.decode.url, "worker_type": "decode", **of_both},
-    ]
-
-
-def computed_alone(pair: Pair) -> float:
-    """Tokens of prompts that named no transfer, of a decode server of role kv_consumer."""
-    return metric(pair.decode.url, "vllm:kvconn_computed_tokens_total", absent=0, reason="no_transfer")
+    with router_up(pair, name, command(pair), at) as router:
+        carried(pair, router)
 
 
 @pytest.mark.parametrize("mode", SMG)
@@ -279,47 +154,40 @@ def test_smg(pair: Pair, mode: str) -> None:
         pytest.skip("NOT RUN: this environment has no smg: pip install --no-deps -r scripts/requirements-smg.txt")
     manifest = pair.workdir / f"smg-{mode}.json"
     manifest.write_text(json.dumps({"version": 1, "workers": smg_workers(pair, connector)}), encoding="utf-8")
-    port, metrics = free_ports(2)
-    url = f"http://{HOST}:{port}"
-    argv = [pair.python, "-m", "smg", "launch", "--pd-disaggregation", "--discovery-provider", "file", "--discovery-file", str(manifest)]
-    argv += ["--host", HOST, "--port", str(port), "--prometheus-host", HOST, "--prometheus-port", str(metrics)]
-    router = Server("smg", argv, pair._env(), pair.workdir / f"smg-{mode}.log", url)
-    router.start()
-    try:
-        wait_until("smg is up", lambda: answers(url + "/health"), 60)
-        for _ in range(tries(pair)):
-            before = computed_alone(pair)
-            request, expected = asked(pair, 700)
-            position = pair.decode.log_size()
-            answer = when_ready(url, request)
-            assert answer.ok, (answer, router.log_tail(), pair.decode.log_tail())
-            if connector:
-                wait_until("the load's line in the decode server's log", lambda position=position: bool(pair.loads(position)))
-            if answer.text == expected:
-                break
-        assert answer.text == expected, router.log_tail()
+    (metrics,) = free_ports(1)
+    argv = ["-m", "smg", "launch", "--pd-disaggregation", "--discovery-provider", "file", "--discovery-file", str(manifest)]
+    argv += ["--host", HOST, "--prometheus-host", HOST, "--prometheus-port", str(metrics)]
+    with router_up(pair, f"smg-{mode}", argv) as router:
+        if connector:
+            carried(pair, router)
+        else:
+            computed(pair, router)
         said = metric(f"http://{HOST}:{metrics}", "smg_pd_kv_connector_mode_total", absent=0, mode=mode)
         assert said >= 1, http_request("GET", f"http://{HOST}:{metrics}/metrics")[1].decode()
-        if not connector:
-            assert not pair.loads(position)
-            wait_until("the prompt is counted, and the single engine's", lambda: computed_alone(pair) >= before + 2 * 700)
-    finally:
-        stop_all([router])
 
 
-def when_ready(url: str, request: dict[str, Any]) -> Answer:
-    """Its first answers are 503: vLLM's example asks the prefill servers' ports after it has begun to serve."""
-    deadline = time.monotonic() + 60
-    while (answer := ask(url, request)).status == 503 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return answer
-
-
-def answers(url: str) -> bool:
-    try:
-        return http_request("GET", url)[0] == 200
-    except OSError:
-        return False
+@pytest.mark.parametrize("protocol", LLMD)
+def test_llmd(pair: Pair, protocol: str) -> None:
+    """llm-d's sidecar, replayed (llmd_sidecar.py)."""
+    if LLMD[protocol] not in pair.model:
+        pytest.skip(f"of the pair with {LLMD[protocol]}")
+    argv = [str(HERE / "llmd_sidecar.py"), "--decode", pair.decode.url, "--kv-connector", protocol]
+    argv += ["--bootstrap-port", str(pair.bootstrap_port)]
+    to = {"x-prefiller-host-port": pair.prefill.url.removeprefix("http://") + ",10.255.255.1:1"}
+    with router_up(pair, f"llmd-{protocol}", argv) as sidecar:
+        # By mooncake's protocol it lowers max_tokens for prefill, and leaves min_tokens: prefill refuses such a request.
+        more = {"min_tokens": 16} if protocol == "nixlv2" else {}
+        for stream in (False, True):
+            carried(pair, sidecar, {**to, "X-Request-Id": f"ours-{next(numbers)}"}, stream=stream, **more)
+        request = {"model": pair.served, "max_completion_tokens": 16, "temperature": 0}
+        request["messages"] = [{"role": "user", "content": words(700)}]
+        single = ask(pair.decode.url, {**request, "cache_salt": f"alone-{next(numbers)}"}, chat=True)
+        position = pair.decode.log_size()
+        answer = ask(sidecar.url, {**request, "stream": True}, chat=True, headers=to)
+        assert single.ok and answer.ok and answer.text == single.text, (single, answer, sidecar.log_tail())
+        wait_until("its load", lambda: len(pair.loads(position)) == 1)
+        assert ask(sidecar.url, body(pair, "a", temperature=-1), headers=to).status == 400
+        computed(pair, sidecar)  # no prefill server is named
 
 
 def by_nixl(pair: Pair, request: dict[str, Any], known: tuple[str, ...] | None) -> Answer:

@@ -20,7 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from asking import HOST, request, wait_until
+from asking import HOST, ask, request, wait_until
 from servers import Server, free_ports, leaving_nothing, wait_ready
 from sglang_servers import Alone, Reply, SGLangPair, post, prompt
 from test_sglang import same
@@ -230,3 +230,25 @@ def test_routers_of_sglang(pair: SGLangPair, alone: Alone, sglang_workdir: Path,
     argv = [sys.executable, "-m", *command, "--pd-disaggregation", "--host", HOST, "--port", str(port), "--prometheus-port", str(metrics)]
     argv += ["--prefill", pair.prefill.url, str(pair.bootstrap_port), "--decode", pair.decode.url]
     router_works(pair, alone, Server(name, argv, dict(pair.environment), sglang_workdir / "logs" / f"{name}.log", f"http://{HOST}:{port}"))
+
+
+def test_llmd(pair: SGLangPair, alone: Alone, sglang_workdir: Path) -> None:
+    """llm-d's sidecar, replayed (llmd_sidecar.py). It splits OpenAI's requests only, not /generate."""
+    (port,) = free_ports(1)
+    argv = [sys.executable, str(Path(__file__).with_name("llmd_sidecar.py")), "--port", str(port), "--decode", pair.decode.url]
+    argv += ["--kv-connector", "sglang", "--bootstrap-port", str(pair.bootstrap_port)]
+    url = f"http://{HOST}:{port}"
+    sidecar = Server("llmd", argv, dict(pair.environment), sglang_workdir / "logs" / "llmd.log", url)
+    to = {"x-prefiller-host-port": pair.prefill.url.removeprefix("http://")}
+    sidecar.start()
+    try:
+        wait_ready([sidecar])
+        asked: list[dict[str, Any]] = [{"prompt": "whose woods these are"}, {"messages": [{"role": "user", "content": "whose woods"}]}]
+        for number, more in enumerate(asked):
+            body = {"model": "tiny", "max_tokens": 8, "temperature": 0, **more}
+            single = ask(alone.server.url, body, chat=bool(number))
+            for stream in (False, True):
+                answer = ask(url, {**body, "stream": stream}, chat=bool(number), headers=to)
+                assert single.ok and answer.ok and answer.text == single.text, (single, answer, sidecar.log_tail())
+    finally:
+        sidecar.stop()

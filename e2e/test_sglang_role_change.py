@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from asking import wait_until
+from asking import HOST, metric, wait_until
 from servers import Server, free_ports, leaving_nothing, wait_ready
-from sglang_servers import Alone, Reply, SGLangPair, post, prompt
+from sglang_servers import Alone, Reply, SGLangPair, generate, post, prompt
 
 
 @dataclass
@@ -82,14 +82,14 @@ def three(sglang_model: Path, sglang_workdir: Path, alone: Alone) -> Iterator[Th
 
 
 @contextlib.contextmanager
-def busy(three: Three, prompts: int) -> Iterator[list[Reply]]:
-    """The pair answers one request after the other."""
+def busy(ask_one: Callable[[list[int]], Reply], prompts: int) -> Iterator[list[Reply]]:
+    """One request after the other is answered."""
     replies: list[Reply] = []
     over = threading.Event()
 
     def ask() -> None:
         while not over.is_set():
-            replies.append(three.ask(three.pair.prefill, three.pair.decode, prompt(150, len(replies) % prompts)))
+            replies.append(ask_one(prompt(150, len(replies) % prompts)))
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
@@ -109,7 +109,7 @@ def same(three: Three, alone: Alone, prefill: Server, decode: Server, ids: list[
 def test_role_changes_while_the_pair_serves(three: Three, alone: Alone) -> None:
     pair, third = three.pair, three.third
     expected = [alone.ask(prompt(150, seed)).ids for seed in range(4)]
-    with busy(three, len(expected)) as replies:
+    with busy(lambda ids: three.ask(pair.prefill, pair.decode, ids), len(expected)) as replies:
         for number, role in enumerate(("prefill", "decode", "prefill", "decode", "prefill")):
             if number:
                 turn(third, role)
@@ -147,4 +147,48 @@ def test_role_does_not_change_under_a_request(three: Three, alone: Alone) -> Non
     assert status == 400 and "not idle" in said["message"], said
     assert answer.ok and answer.ids == expected.ids, answer
     turn(third, "prefill")
+    pair.check()
+
+
+@contextlib.contextmanager
+def router(three: Three) -> Iterator[Server]:
+    """kvconn's own, which has been given each server in both roles."""
+    (port,) = free_ports(1)
+    argv = [sys.executable, "-m", "kvconn", "proxy", "--contract", "sglang", "--port", str(port)]
+    for server in (three.pair.prefill, three.pair.decode, three.third):
+        argv += ["--prefill", server.url, "--decode", server.url]
+    the_router = Server("router", argv, dict(three.pair.environment), three.pair.workdir / "router.log", f"http://{HOST}:{port}")
+    the_router.start()
+    try:
+        wait_ready([the_router])
+        yield the_router
+    finally:
+        the_router.stop()
+
+
+def test_router_follows(three: Three, alone: Alone) -> None:
+    """The third server ends as the only one in its role, so that no text comes without it. None is asked while a server turns."""
+    pair, third = three.pair, three.third
+    roles = {pair.prefill: "prefill", pair.decode: "decode", third: "prefill"}
+    with router(three) as the_router:
+
+        def known(server: Server) -> bool:
+            return metric(the_router.url, "kvconn_proxy_server_up", absent=0, role=roles[server], url=server.url) == 1
+
+        for number, moves in enumerate(
+            (
+                [],
+                [(third, "decode"), (pair.decode, "prefill")],
+                [(pair.decode, "decode"), (third, "prefill"), (pair.prefill, "decode")],
+                [(pair.prefill, "prefill")],
+            )
+        ):
+            for server, role in moves:
+                turn(server, role)
+                roles[server] = role
+            wait_until("the router knows the roles", lambda: all(map(known, roles)))
+            for each in range(4):
+                ids = prompt(150, f"by the router {number} {each}")
+                answer = post(the_router.url, generate(ids, 12))
+                assert answer.ok and answer.ids == alone.ask(ids).ids, (answer, the_router.log_tail())
     pair.check()

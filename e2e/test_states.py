@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
 from asking import ask, metric, open_stream, wait_idle, wait_until
+from kinds import BLOCK, alone, body, progress, through, words
 from servers import leaving_nothing
-from test_kinds import BLOCK, alone, body, progress, through, words
 from vllm_pair import Pair
 
 KINDS = os.environ.get("KVCONN_E2E_STATES", "granite mamba2").split()

@@ -2,6 +2,8 @@ package proxy
 
 import (
 	"cmp"
+	"context"
+	"errors"
 	"net/url"
 	"slices"
 	"sync"
@@ -19,15 +21,19 @@ type server struct {
 	role          string
 	url           string // as configured
 	base          *url.URL
-	bootstrap     string // where a prefill server is asked for its ranks, if it can be asked
-	bootstrapPort int    // as configured
+	bootstrap     string  // where a prefill server is asked for its ranks, if it can be asked
+	bootstrapPort int     // as configured
+	other         *server // the same server, where it is given in the other role too
 
-	mu     sync.Mutex
-	seen   bool // has been up once
-	up     bool
-	reason string // why it is not up
-	ranks  []rank // the last ranks known; a server without a table of ranks has one rank
-	port   int    // the bootstrap port that the server names itself, 0 if it names none
+	mu      sync.Mutex
+	seen    bool // has been up once, in this role
+	up      bool
+	turned  bool            // it has the other role by now
+	reason  string          // why it is not up
+	ranks   []rank          // the last ranks known; a server without a table of ranks has one rank
+	port    int             // the bootstrap port that the server names itself, 0 if it names none
+	term    context.Context // ends when the server has another role; nil by contracts without such changes
+	endTerm context.CancelCauseFunc
 }
 
 // bootstrapAt is the configured bootstrap port, else the one that was found; 0 if there is
@@ -50,6 +56,7 @@ type rank struct {
 	dp       int
 	engineID string // empty where no table of ranks names it
 	load     *load
+	term     context.Context // the server's, when the rank was found
 }
 
 // load is the work under way at a rank, in units of roughly equal size.
@@ -93,7 +100,7 @@ func (s *server) setUp(ranks []rank) (wasUp, changed bool) {
 	defer s.mu.Unlock()
 	ranks = slices.Clone(ranks)
 	for i := range ranks {
-		ranks[i].load = new(load)
+		ranks[i].load, ranks[i].term = new(load), s.term
 		for _, old := range s.ranks {
 			if old.dp == ranks[i].dp && old.engineID == ranks[i].engineID {
 				ranks[i].load = old.load
@@ -101,8 +108,62 @@ func (s *server) setUp(ranks []rank) (wasUp, changed bool) {
 		}
 	}
 	wasUp, changed = s.up, !slices.Equal(s.ranks, ranks)
-	s.seen, s.up, s.reason, s.ranks = true, true, "", ranks
+	s.seen, s.up, s.turned, s.reason, s.ranks = true, true, false, "", ranks
 	return wasUp, changed
+}
+
+var errTurned = errors.New("the server has another role by now")
+
+// mayTurn is for servers whose roles may change.
+func (b *balancer) mayTurn() {
+	for _, s := range b.servers() {
+		s.beginTerm()
+		for _, o := range b.servers() {
+			if o.role != s.role && o.base.String() == s.base.String() {
+				s.other = o
+			}
+		}
+	}
+}
+
+func (s *server) beginTerm() {
+	s.term, s.endTerm = context.WithCancelCause(context.Background())
+}
+
+// setTurned notes that the server has another role. What was asked of it in this one has no answer: its engine had nothing under way
+// when it turned. It reports whether the server was up in this role.
+func (s *server) setTurned(reason string) (wasUp bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	wasUp = s.up
+	if s.seen {
+		s.endTerm(errTurned)
+		s.beginTerm()
+	}
+	s.seen, s.up, s.turned, s.reason = false, false, true, reason
+	return wasUp
+}
+
+// elsewhere reports whether the server is up in its other role.
+func (s *server) elsewhere() bool {
+	s.mu.Lock()
+	turned := s.turned
+	s.mu.Unlock()
+	if !turned || s.other == nil {
+		return false
+	}
+	_, up, _, _ := s.other.state()
+	return up
+}
+
+// untilTurned is a context that ends with another one, and when the target's server turns, unless stop was called by then.
+func (t target) untilTurned(ctx context.Context) (_ context.Context, stop func()) {
+	if t.term == nil {
+		return ctx, func() {}
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	unhook := context.AfterFunc(t.term, func() { cancel(errTurned) })
+	return ctx, func() { unhook() }
 }
 
 // setDown notes why the server is not up, and reports whether it was up.

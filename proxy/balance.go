@@ -85,11 +85,11 @@ func (s *side) pick(policy Balance, refuse, avoid func(target) bool) (target, bo
 	return target{}, false
 }
 
-// missing lists the servers that are not up, and why.
+// missing lists the servers that are not up, and why. A server that is given in both roles is up in one of them.
 func (b *balancer) missing() []string {
 	var all []string
 	for _, s := range b.servers() {
-		if _, up, reason, _ := s.state(); !up {
+		if _, up, reason, _ := s.state(); !up && !s.elsewhere() {
 			all = append(all, s.role+" server "+s.url+": "+reason)
 		}
 	}

@@ -61,7 +61,7 @@ func newMetrics(p *Proxy) *metrics {
 type serverCollector struct{ b *balancer }
 
 var (
-	upDesc   = prometheus.NewDesc("kvconn_proxy_server_up", "1 while the server's probes succeed.", []string{"role", "url"}, nil)
+	upDesc   = prometheus.NewDesc("kvconn_proxy_server_up", "1 while the server's probes succeed. A server that is given in both roles is there in the role that it has.", []string{"role", "url"}, nil)
 	rankDesc = prometheus.NewDesc("kvconn_proxy_server_ranks", "Data parallel ranks known of the server.", []string{"role", "url"}, nil)
 	loadDesc = prometheus.NewDesc("kvconn_proxy_server_load", "The server's load as least-loaded counts it: requests under way at a decode server, and at a prefill server each with 1 more for each KiB.", []string{"role", "url"}, nil)
 )
@@ -76,6 +76,9 @@ func (c serverCollector) Describe(ch chan<- *prometheus.Desc) {
 // Collect is of prometheus.Collector.
 func (c serverCollector) Collect(ch chan<- prometheus.Metric) {
 	for _, s := range c.b.servers() {
+		if s.elsewhere() {
+			continue
+		}
 		_, up, _, ranks := s.state()
 		isUp := 0.0
 		if up {

@@ -78,6 +78,9 @@ func New(cfg Config) (*Proxy, error) {
 		}
 		p.balancer.decode.servers = append(p.balancer.decode.servers, &server{role: decodeRole, url: c, base: base, reason: "not asked yet"})
 	}
+	if cfg.Contract == SGLang {
+		p.balancer.mayTurn()
+	}
 	p.metrics = newMetrics(p)
 	p.wg.Go(func() { giveback.Run(p.ctx) })
 	for _, s := range p.balancer.servers() {

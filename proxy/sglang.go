@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"strconv"
 	"strings"
@@ -19,13 +20,30 @@ type serverInfo struct {
 // maxDPSize bounds what a server says of its dp ranks.
 const maxDPSize = 65536
 
-// probeSGLang asks whether an SGLang server is up, and once for its ranks. An idle engine
+// otherRole is why a server is not used in the role in which it is given.
+type otherRole struct{ has, given string }
+
+func (e *otherRole) Error() string {
+	return fmt.Sprintf("its disaggregation_mode is %s, but it is given as a %s server", e.has, e.given)
+}
+
+// probeSGLang asks whether an SGLang server is up in its role, and once for its ranks. An idle engine
 // computes a token for /health, and a busy one answers with its next token, which a long
 // prompt holds up. So /health is asked only until the server is up. From then on it is
 // enough that the server answers.
 func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
+	role, err := p.roleOf(ctx, s)
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case role != "" && role != s.role:
+		return nil, &otherRole{role, s.role}
+	case role == "" && s.other != nil:
+		return nil, fmt.Errorf("GET %s does not tell its role, and it is given as a prefill and as a decode server", s.path("/model_info"))
+	}
 	if _, up, _, ranks := s.state(); up {
-		return ranks, p.answers(ctx, s.path("/model_info"))
+		return ranks, nil
 	}
 	if _, err := p.fetch(ctx, p.client, s.path("/health")); err != nil {
 		return nil, err
@@ -46,8 +64,8 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
 		break
 	}
 	switch {
-	case info.Mode != "" && info.Mode != s.role:
-		return nil, fmt.Errorf("it runs with --disaggregation-mode %s, but is given as a %s server", info.Mode, s.role)
+	case role == "" && info.Mode != "" && info.Mode != s.role: // of a server that has changed its role this is the first one
+		return nil, &otherRole{info.Mode, s.role}
 	case info.BootstrapPort < 0 || info.BootstrapPort > 65535 || info.DPSize < 0 || info.DPSize > maxDPSize:
 		return nil, fmt.Errorf("it says that its bootstrap port is %d and its dp_size %d", info.BootstrapPort, info.DPSize)
 	}
@@ -62,22 +80,30 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
 	return ranks, nil
 }
 
-// answers: a server that refuses the question lives too, for instance because it asks for a
-// key.
-func (p *Proxy) answers(ctx context.Context, url string) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+// roleOf asks a server for its role, which may change while it runs; empty if the server does not say. A server
+// that refuses the question lives too, for instance because it asks for a key.
+func (p *Proxy) roleOf(ctx context.Context, s *server) (string, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.path("/model_info"), nil)
 	if err != nil {
-		return err
+		return "", err
 	}
 	resp, err := p.client.Do(req)
 	if err != nil {
-		return err
+		return "", err
 	}
 	defer resp.Body.Close()
-	if resp.StatusCode >= 500 {
-		return fmt.Errorf("GET %s answered %s", url, resp.Status)
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxQuery))
+	switch {
+	case resp.StatusCode >= 500:
+		return "", fmt.Errorf("GET %s answered %s", req.URL, resp.Status)
+	case resp.StatusCode != http.StatusOK:
+		return "", nil
+	case err != nil:
+		return "", fmt.Errorf("GET %s: %w", req.URL, err)
 	}
-	return nil
+	var info serverInfo
+	_ = json.Unmarshal(body, &info) // other servers say other things there
+	return info.Mode, nil
 }
 
 // rankMembers are the members by which a client may choose dp ranks itself.

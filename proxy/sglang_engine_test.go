@@ -112,8 +112,8 @@ func TestSGLangServerInfo(t *testing.T) {
 func TestSGLangServersThatDoNotFit(t *testing.T) {
 	leaktest.Check(t)
 	for info, says := range map[string]string{
-		`{"disaggregation_mode":"decode"}`:                                        "--disaggregation-mode decode",
-		`{"disaggregation_mode":"null"}`:                                          "--disaggregation-mode null",
+		`{"disaggregation_mode":"decode"}`:                                        "its disaggregation_mode is decode",
+		`{"disaggregation_mode":"null"}`:                                          "its disaggregation_mode is null",
 		`{"disaggregation_mode":"prefill","disaggregation_bootstrap_port":70000}`: "70000",
 		`{"dp_size":1000000000}`:                                                  "1000000000",
 		`[`:                                                                       "server_info",

@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -37,12 +38,20 @@ func (p *Proxy) watch(ctx context.Context, s *server) {
 		if ctx.Err() != nil {
 			return
 		}
+		var other *otherRole
+		if errors.As(err, &other) {
+			if s.setTurned(err.Error()) {
+				p.log.Info("server has changed its role", serverFields(s, err)...)
+			}
+			timer.Reset(p.cfg.RetryInterval)
+			continue
+		}
 		if err != nil {
 			p.noteDown(s, err)
 			timer.Reset(p.cfg.RetryInterval)
 			continue
 		}
-		if wasUp, changed := s.setUp(ranks); !wasUp || changed {
+		if wasUp, changed := s.noteUp(ranks); !wasUp || changed {
 			p.log.Info("server is up", zap.String("role", s.role), zap.String("url", s.url),
 				zap.Int("dp_size", len(ranks)), zap.Bool("was_up", wasUp))
 		}
@@ -56,9 +65,17 @@ func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
 	defer cancel()
 	ranks, err := p.probe(ctx, s)
 	if err == nil {
-		s.setUp(ranks)
+		s.noteUp(ranks)
 	}
 	return err == nil
+}
+
+// noteUp has a server chosen again, in no more than one role.
+func (s *server) noteUp(ranks []rank) (wasUp, changed bool) {
+	if wasUp, changed = s.setUp(ranks); !wasUp && s.other != nil {
+		s.other.setTurned("it is up as a " + s.role + " server")
+	}
+	return wasUp, changed
 }
 
 // noteDown takes a server out of the choice until its next good probe.

@@ -66,7 +66,7 @@ func Start(ctx context.Context, self []string) (*Process, error) {
 	return p, nil
 }
 
-// mayStart says why this process would not survive to start another. Go makes these calls for each process that it starts.
+// mayStart says why this process would not survive to start another. Go makes these calls before the first process that it starts.
 func mayStart() error {
 	for _, call := range []struct {
 		name   string
