@@ -14,7 +14,7 @@ STAGE   := scripts/stage.py
 VENV    := .venv
 VENV_VLLM ?= .venv-vllm
 VENV_SGLANG ?= .venv-sglang
-GOFILES := $(shell find . -name '*.go' -type f -not -path './.venv*' -not -path './build/*' -not -path './licenses/*' 2>/dev/null) $(wildcard capi/*.[ch]) capi/exports.map include/kvconn.h go.mod go.sum
+GOFILES := $(shell find . \( -name '*.go' -o -name '*.[chs]' \) -type f -not -path './.venv*' -not -path './build/*' -not -path './licenses/*' 2>/dev/null) capi/exports.map go.mod go.sum
 PYFILES := $(shell find python -name '*.py' 2>/dev/null) setup.py pyproject.toml README.md
 LDFLAGS := -s -w -extldflags "-Wl,--version-script=$(CURDIR)/capi/exports.map -Wl,-soname,libkvconn.so.0"
 export CGO_ENABLED := 1

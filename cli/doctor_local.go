@@ -37,6 +37,8 @@ func examineLocal(ctx context.Context, try func(ctx context.Context, shared bool
 	switch err := try(ctx, true); { // which may go well where a process may not be read
 	case err == nil:
 		r.Mapped = true
+	case errors.Is(err, errNoTrial):
+		r.Untried = err.Error()
 	case r.Tried:
 		r.MappingProblem = err.Error()
 	}

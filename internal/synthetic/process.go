@@ -73,7 +73,8 @@ func mayStart() error {
 		number uintptr
 	}{{"pidfd_open", unix.SYS_PIDFD_OPEN}, {"pidfd_send_signal", unix.SYS_PIDFD_SEND_SIGNAL}} {
 		if err := callprobe.Check(call.number); errors.Is(err, callprobe.ErrEnds) {
-			return fmt.Errorf("a filter of system calls (seccomp) forbids to start one: %s: %w: allow the call in the container's seccomp profile, or in systemd's SystemCallFilter", call.name, err)
+			return fmt.Errorf("a filter of system calls (seccomp) forbids to start one: %s: %w: "+
+				"allow the call in the container's seccomp profile, or in systemd's SystemCallFilter", call.name, err)
 		}
 	}
 	return nil
