@@ -100,6 +100,7 @@ type said struct {
 	Call             string
 	MS               float64
 	Bytes            map[string]int
+	Stats            *node.Stats
 }
 
 // beVictim is an agent that does what its standard input says.
@@ -175,6 +176,10 @@ func beVictim(text string) {
 				}
 			}
 			lines <- said{Call: "bytes", Bytes: count}
+			continue
+		case "stats":
+			now := a.Stats()
+			lines <- said{Call: "stats", Stats: &now}
 			continue
 		}
 		line := said{Call: f[0], MS: float64(time.Since(began).Microseconds()) / 1000}
