@@ -216,6 +216,12 @@ func start(t testing.TB, cfg map[string]any) *victim {
 // startOrdered starts a victim whose blocks have tokens and heads; see ordered.
 func startOrdered(t testing.TB, order string, cfg map[string]any) *victim {
 	t.Helper()
+	return startAs(t, exec.Command(os.Args[0]), order, cfg)
+}
+
+// startAs starts a victim by a command.
+func startAs(t testing.TB, cmd *exec.Cmd, order string, cfg map[string]any) *victim {
+	t.Helper()
 	full := map[string]any{"engine_id": "p0", "transport": "tcp", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
 	if cfg["role"] == "decode" {
 		full = map[string]any{"engine_id": "d0", "transport": "tcp"}
@@ -227,7 +233,6 @@ func startOrdered(t testing.TB, order string, cfg map[string]any) *victim {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), victimVariable+"="+string(text), orderVariable+"="+order)
 	v := &victim{t: t}
 	v.run(cmd)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"os/exec"
 	"testing"
 	"time"
 
@@ -47,6 +48,15 @@ type scene struct {
 func everywhere(t *testing.T, attack func(s *scene)) {
 	for _, m := range meetings {
 		t.Run(m.name, func(t *testing.T) { attack(newScene(t, m)) })
+	}
+}
+
+// atBoth makes an attack at a port and in a cluster: it takes longer, and is the same wherever its messages come from.
+func atBoth(t *testing.T, attack func(s *scene)) {
+	for _, m := range meetings {
+		if m.name == "port" || m.name == "cluster-nkeys" {
+			t.Run(m.name, func(t *testing.T) { attack(newScene(t, m)) })
+		}
 	}
 }
 
@@ -111,9 +121,15 @@ func (s *scene) config(role string) map[string]any {
 // start starts an honest agent, with more in its configuration.
 func (s *scene) start(role string, more map[string]any) *victim {
 	s.Helper()
+	return s.startAs(exec.Command(os.Args[0]), "", role, more)
+}
+
+// startAs is start by a command, with blocks as ordered says.
+func (s *scene) startAs(cmd *exec.Cmd, order, role string, more map[string]any) *victim {
+	s.Helper()
 	c := s.config(role)
 	maps.Copy(c, more)
-	return start(s.T, c)
+	return startAs(s.T, cmd, order, c)
 }
 
 // newcomers are decode agents that come while the attack goes on, and load.
@@ -132,8 +148,10 @@ func (s *scene) newcomers(p *victim, when string, n int) *honest {
 // is the test's.
 type rogue struct {
 	*natsbus.Bus
-	id  string
-	via core.Via
+	self *natsbus.Identity
+	id   string
+	via  core.Via
+	at   *wire.Agent // what the registry has of the prefill engine that it has found
 }
 
 // options are what the attacker has: all that an engine of its own has, and its key.
@@ -161,10 +179,9 @@ func (s *scene) options(role string) natsbus.Options {
 	return o
 }
 
-// open is an agent of the attacker's, of a role.
-func (s *scene) open(role string) *rogue {
+// open is an agent of the attacker's.
+func (s *scene) open(o natsbus.Options) *rogue {
 	s.Helper()
-	o := s.options(role)
 	b, err := natsbus.Open(o)
 	if err != nil {
 		s.Fatal(err)
@@ -174,13 +191,13 @@ func (s *scene) open(role string) *rogue {
 		defer cancel()
 		_ = b.Close(ctx) // what it has asked may be on its way still
 	})
-	return &rogue{Bus: b, id: string(o.Identity.ID())}
+	return &rogue{Bus: b, self: o.Identity, id: string(o.Identity.ID())}
 }
 
 // decoder is a decode agent of the attacker's that has found a prefill engine.
 func (s *scene) decoder(p *victim) *rogue {
 	s.Helper()
-	r := s.open("decode")
+	r := s.open(s.options("decode"))
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	at, via, err := r.Lookup(ctx, core.Target{Bootstrap: p.boot, EngineID: "p0", DPRank: -1})
@@ -190,7 +207,10 @@ func (s *scene) decoder(p *victim) *rogue {
 	if at.ID != p.id {
 		s.Fatalf("the registry has agent %s in the place of %s", at.ID, p.id)
 	}
-	r.via = via
+	r.at, r.via = at, via
+	if s.server == nil { // it shows another id to each port
+		r.id = string(r.self.At(core.AgentID(p.id)).ID())
+	}
 	return r
 }
 
