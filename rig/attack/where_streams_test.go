@@ -29,7 +29,7 @@ func (v *victim) open() int {
 	return len(list)
 }
 
-// holds keeps a stream with a ticket open, from an address that no honest engine has. If prefill ends it, it opens another one.
+// keepStream keeps a stream with a ticket open, from an address that no honest engine has. If prefill ends it, it opens another one.
 func (s *scene) keepStream(ctx context.Context, port string, ticket []byte, number uint64, opened *atomic.Int64) {
 	from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(elsewhere)}, Timeout: bound}
 	for attempt := uint64(1); ctx.Err() == nil; attempt++ {
@@ -55,23 +55,22 @@ func TestAllStreams(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		limited := exec.Command("sh", "-c", fmt.Sprintf(`ulimit -n %d && exec "$0"`, descriptors), os.Args[0])
 		p := s.startAs(limited, "", "prefill", nil)
-		calm := s.newcomers(p, "early", 3)
+		calm := s.newcomers(p, "early", 5)
 		for _, of := range []struct{ agents, each int }{{1, streamsOfAll}, {streamsOfAll, 1}} {
 			ctx, over := context.WithCancel(s.Context())
 			var opened atomic.Int64
 			var wg sync.WaitGroup
-			before := 0
-			for i := range of.agents {
-				r, tickets := s.met(p)
-				_, port, err := net.SplitHostPort(r.at.Endpoints[0].Address)
-				if err != nil {
-					s.Fatal(err)
-				}
-				if i == of.agents-1 {
-					before = p.open() - of.each*i
-				}
+			var tickets [][]byte
+			port := ""
+			for range of.agents {
+				r, got := s.met(p)
+				_, port, _ = net.SplitHostPort(r.at.Endpoints[0].Address)
+				tickets = append(tickets, got[0].Ticket)
+			}
+			before := p.open()
+			for _, ticket := range tickets {
 				for number := range of.each {
-					wg.Go(func() { s.keepStream(ctx, port, tickets[0].Ticket, uint64(number), &opened) })
+					wg.Go(func() { s.keepStream(ctx, port, ticket, uint64(number), &opened) })
 				}
 			}
 			for deadline := time.Now().Add(bound); p.open() < before+streamsOfAll && time.Now().Before(deadline); {
