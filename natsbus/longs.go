@@ -10,8 +10,8 @@ import (
 )
 
 // A long request (longMessage) may take a processor for 35 ms to be read. So those that come over this agent's own server or cluster
-// wait for each other: one is answered at a time, and the short ones of others go on beside it. Those of ranks that join wait apart, since
-// their answers wait for the registry. Where a link is to one prefill engine's host, that link waits, see places.
+// wait for each other: one is answered at a time, and the short ones of others go on beside it. Those of ranks that join wait apart,
+// since their answers wait for the registry. Where a link is to one prefill engine's host, that link waits, see places.
 const (
 	maxLongs       = 256      // that wait
 	maxLongBytes   = 16 << 20 // of all that wait: what one processor reads in about a second

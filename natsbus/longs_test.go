@@ -36,8 +36,8 @@ func (q *longs) owners() string {
 	return strings.Join(out, " ")
 }
 
-// TestLongsHaveABound: of all long requests that wait so many bytes are held, and of one owner a part of that. When there is no room, the
-// newest of who has the most gives way to who has less.
+// TestLongsHaveABound: of all long requests that wait so many bytes are held, and of one owner a part of that. When there is no
+// room, the newest of who has the most gives way to who has less.
 func TestLongsHaveABound(t *testing.T) {
 	q := newLongs()
 	put := func(from core.AgentID, bytes int, dropped int, want string) {
@@ -74,8 +74,8 @@ func TestLongsHaveABound(t *testing.T) {
 	}
 }
 
-// TestLongRequestsWait: at an agent's own server and in a cluster, one long request is answered at a time, and short ones beside it. All
-// long ones get their answers.
+// TestLongRequestsWait: at an agent's own server and in a cluster, one long request is answered at a time, and short ones beside it.
+// All long ones get their answers.
 func TestLongRequestsWait(t *testing.T) {
 	t.Run("cluster", func(t *testing.T) {
 		s := newSealedPair(t)

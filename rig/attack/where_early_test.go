@@ -58,8 +58,9 @@ func sharedClaims() *wire.Request {
 	return &wire.Request{Kind: wire.KindRenew, Renew: r}
 }
 
-// TestPlacesOfEarlyLoads: a decode engine claims transfers that prefill's engine never names, and does so again and again. One message took all places of
-// claims and loads that come before prefill's engine names theirs, and honest ones were refused. Now who has most gives way.
+// TestPlacesOfEarlyLoads: a decode engine claims transfers that prefill's engine never names, and does so again and again. One
+// message took all places of claims and loads that come before prefill's engine names theirs, and honest ones were refused. Now who
+// has most gives way.
 func TestPlacesOfEarlyLoads(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
@@ -99,8 +100,9 @@ func unknownEnds(round int) *wire.Request {
 	return req
 }
 
-// TestEndsOfUnknownTransfers: decode aborts what prefill's engine has not offered yet. Another decode engine tells the ends of transfers that nobody
-// knows, as many as prefill remembers. Prefill forgot the honest ends, and kept the blocks of each until its lease was over. Now it remembers them.
+// TestEndsOfUnknownTransfers: decode aborts what prefill's engine has not offered yet. Another decode engine tells the ends of
+// transfers that nobody knows, as many as prefill remembers. Prefill forgot the honest ends, and kept the blocks of each until its
+// lease was over. Now it remembers them.
 func TestEndsOfUnknownTransfers(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		const aborts, rounds = 8, 6

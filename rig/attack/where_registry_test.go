@@ -49,8 +49,8 @@ func (r *longRank) join() *wire.Reply {
 	return rep
 }
 
-// TestRanksThatFillTheRegistry: where all may join, strangers join as ranks that describe themselves at great length. The registry was full, and prefill could
-// not renew its own entry: nobody found it. Now ranks that join have a part of it.
+// TestRanksThatFillTheRegistry: where all may join, strangers join as ranks that describe themselves at great length. The registry
+// was full, and prefill could not renew its own entry: nobody found it. Now ranks that join have a part of it.
 func TestRanksThatFillTheRegistry(t *testing.T) {
 	const ranks = 40
 	s := newScene(t, meeting{name: "port"})
@@ -92,8 +92,8 @@ func TestRanksThatFillTheRegistry(t *testing.T) {
 	}
 }
 
-// TestEntriesThatFillARegistry: who may write a cluster's registry, a holder of the token or a prefill engine, writes as many long entries as it likes. Others are found
-// as before, for as long as the server has room.
+// TestEntriesThatFillARegistry: who may write a cluster's registry, a holder of the token or a prefill engine, writes as many long
+// entries as it likes. Others are found as before, for as long as the server has room.
 func TestEntriesThatFillARegistry(t *testing.T) {
 	const entries = 40
 	for _, m := range meetings {

@@ -60,9 +60,9 @@ func short(letters int) (words []string) {
 	return words
 }
 
-// TestSecretsThatAreGuessed: a stranger that knows no secret hears what a prefill engine greets everybody with, and tries words until one would have made
-// it. A token of four characters was found in 0.4 s. Now a secret that is so short is refused when the agent opens. An agent of a cluster,
-// whose token may be short, tells nobody anything that its token has made.
+// TestSecretsThatAreGuessed: a stranger that knows no secret hears what a prefill engine greets everybody with, and tries words
+// until one would have made it. A token of four characters was found in 0.4 s. Now a secret that is so short is refused when the
+// agent opens. An agent of a cluster, whose token may be short, tells nobody anything that its token has made.
 func TestSecretsThatAreGuessed(t *testing.T) {
 	words := short(3)
 	for _, key := range []string{"nats_token", "join_token"} {
@@ -86,8 +86,8 @@ func TestSecretsThatAreGuessed(t *testing.T) {
 	got(t, "a token of 4 characters in 0.4 s, a join token of 3 in 10 ms (at 1a5364a)", "%d words tried, none found; an agent with a short one does not open", len(words))
 }
 
-// TestTokenOfACluster: strangers at all that agents of a cluster open, and a host to which a client sends the decode agent, hear nothing that
-// the cluster's token has made.
+// TestTokenOfACluster: strangers at all that agents of a cluster open, and a host to which a client sends the decode agent, hear
+// nothing that the cluster's token has made.
 func TestTokenOfACluster(t *testing.T) {
 	s := newScene(t, meeting{name: "cluster-token", cluster: true, token: "right"})
 	p, d := s.start("prefill", nil), s.start("decode", nil)

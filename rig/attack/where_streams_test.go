@@ -49,8 +49,8 @@ func (s *scene) keepStream(ctx context.Context, port string, ticket []byte, numb
 	}
 }
 
-// TestAllStreams: decode agents of the attacker's open as many streams as prefill has places for, one agent all of them, or many agents one
-// each. They load nothing, and take each place again that they lose. New decode engines were sent away. Now they get in.
+// TestAllStreams: decode agents of the attacker's open as many streams as prefill has places for, one agent all of them, or many
+// agents one each. They load nothing, and take each place again that they lose. New decode engines were sent away. Now they get in.
 func TestAllStreams(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		limited := exec.Command("sh", "-c", fmt.Sprintf(`ulimit -n %d && exec "$0"`, descriptors), os.Args[0])

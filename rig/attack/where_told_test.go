@@ -40,8 +40,9 @@ func told(rep *wire.Reply) string {
 	return text
 }
 
-// TestWhatAnswersTell: a decode agent of the attacker's asks for transfers of others that wait, that have ended and that were aborted. Nothing
-// that it is told has another agent's id, none of its words changes a transfer, and it learns of none whether there is one.
+// TestWhatAnswersTell: a decode agent of the attacker's asks for transfers of others that wait, that have ended and that were
+// aborted. Nothing that it is told has another agent's id, none of its words changes a transfer, and it learns of none whether there
+// is one.
 func TestWhatAnswersTell(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
