@@ -12,6 +12,8 @@ type asked struct {
 	from core.AgentID
 	m    *nats.Msg
 	long bool
+	// In which round of longs it is answered.
+	round int
 	// Of a sealed one: its session, nil if it has none here, and what its answer is bound to.
 	session *held
 	mark    mark

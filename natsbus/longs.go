@@ -1,6 +1,7 @@
 package natsbus
 
 import (
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -9,21 +10,24 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// A long request (longMessage) may take a processor for 35 ms to be read. So those that come over this agent's own server or cluster
-// wait for each other: one is answered at a time, and the short ones of others go on beside it. Those of ranks that join wait apart,
-// since their answers wait for the registry. Where a link is to one prefill engine's host, that link waits, see places.
+// A long request (longMessage) may take a processor for 35 ms to be read, and a hello's regions may take half a second to be compared.
+// So those that come over this agent's own server, over its cluster, or over the port that it has joined wait for each other: one is
+// answered at a time, and the short ones of others go on beside it. Those of ranks that join this agent wait apart, since their answers
+// wait for the registry. Where a link is to one prefill engine's host, that link waits, see places.
 const (
-	maxLongs       = 256      // that wait
-	maxLongBytes   = 16 << 20 // of all that wait: what one processor reads in about a second
-	maxLongBytesOf = 4 << 20  // of one owner; one request may wait however long it is
+	maxLongs     = 256      // that wait
+	maxLongBytes = 16 << 20 // of all that wait; one request may wait however long it is
 )
 
-// longs are the long requests that wait. One for which there is no room gets no answer: its asker asks again.
+// longs are the long requests that wait. Their owners take turns: each has one answered in a round. If there is no room, the newest of
+// the owner with the most bytes gives way to an owner that has fewer. A request that gives way gets no answer: to its asker it is lost
+// on the way.
 type longs struct {
 	mu        sync.Mutex
-	queue     []*asked // in the order of their coming
+	queue     []*asked // in the order of their rounds, and in each round of their coming
 	bytes     int
 	of        map[string]int // the bytes that wait, of each owner
+	round     int            // of the request that was answered last
 	answering bool
 }
 
@@ -35,49 +39,68 @@ func (q *longs) put(v *asked) (dropped int, starts bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	owner, size := ownerOf(v.from), v.m.Size()
-	if own := q.of[owner]; own > 0 && own+size > maxLongBytesOf {
+	dropped, ok := q.makeRoom(owner, size)
+	if !ok {
 		return 1, false
 	}
-	for len(q.queue) >= maxLongs || len(q.queue) > 0 && q.bytes+size > maxLongBytes {
-		greediest := q.greediest()
-		if q.of[greediest] <= q.of[owner]+size {
-			return dropped + 1, false
-		}
-		q.dropNewest(greediest)
-		dropped++
+	v.round = q.round
+	if last := newest(q.queue, owner); last >= 0 && !fault.On("bus-longs-in-order") {
+		v.round = q.queue[last].round + 1
 	}
-	q.queue = append(q.queue, v)
-	q.add(owner, size)
+	at := len(q.queue)
+	for at > 0 && q.queue[at-1].round > v.round {
+		at--
+	}
+	q.queue = slices.Insert(q.queue, at, v)
+	q.bytes += size
+	q.of[owner] += size
 	starts, q.answering = !q.answering, true
 	return dropped, starts
 }
 
-// greediest is the owner of which the most bytes wait; q.mu is held.
-func (q *longs) greediest() (owner string) {
-	for o, n := range q.of {
-		if n > q.of[owner] {
-			owner = o
+// makeRoom drops what gives way to an owner's next request, and says how many that are. If all that would give way is not enough, it
+// drops none, and ok is false. q.mu is held.
+func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
+	queue, bytes, of := q.queue, q.bytes, q.of
+	for len(queue) >= maxLongs || len(queue) > 0 && bytes+size > maxLongBytes {
+		greediest := ""
+		for o, n := range of {
+			if n > of[greediest] {
+				greediest = o
+			}
 		}
+		if of[greediest] <= of[owner]+size {
+			return 0, false
+		}
+		if dropped == 0 {
+			queue, of = slices.Clone(queue), maps.Clone(of)
+		}
+		i := newest(queue, greediest)
+		bytes = less(of, bytes, queue[i])
+		queue = slices.Delete(queue, i, i+1)
+		dropped++
 	}
-	return owner
+	q.queue, q.bytes, q.of = queue, bytes, of
+	return dropped, true
 }
 
-// dropNewest takes an owner's newest request away; q.mu is held.
-func (q *longs) dropNewest(owner string) {
-	for i, v := range slices.Backward(q.queue) {
+// newest is the place of an owner's newest request; -1 if it has none.
+func newest(queue []*asked, owner string) int {
+	for i, v := range slices.Backward(queue) {
 		if ownerOf(v.from) == owner {
-			q.queue = slices.Delete(q.queue, i, i+1)
-			q.add(owner, -v.m.Size())
-			return
+			return i
 		}
 	}
+	return -1
 }
 
-func (q *longs) add(owner string, bytes int) {
-	q.bytes += bytes
-	if q.of[owner] += bytes; q.of[owner] == 0 {
-		delete(q.of, owner)
+// less takes a request's bytes away from its owner's, and says how many are left of all.
+func less(of map[string]int, bytes int, v *asked) (left int) {
+	owner, size := ownerOf(v.from), v.m.Size()
+	if of[owner] -= size; of[owner] == 0 {
+		delete(of, owner)
 	}
+	return bytes - size
 }
 
 // next is the request to answer; nil if none waits: then the caller answers them no more.
@@ -91,8 +114,19 @@ func (q *longs) next() *asked {
 	v := q.queue[0]
 	q.queue[0] = nil
 	q.queue = q.queue[1:]
-	q.add(ownerOf(v.from), -v.m.Size())
+	q.round = v.round
+	q.bytes = less(q.of, q.bytes, v)
 	return v
+}
+
+// unanswered counts those that wait, with the one that is being answered.
+func (q *longs) unanswered() (n int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if n = len(q.queue); q.answering {
+		n++
+	}
+	return n
 }
 
 // waits says whether a request waits for other long ones.
@@ -100,7 +134,7 @@ func (l *link) waits(v *asked) bool {
 	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-longs-at-once")
 }
 
-// longCame takes a long request.
+// longCame takes a long request, which is unsealed.
 func (b *Bus) longCame(v asked) {
 	q := b.longs
 	if strings.HasPrefix(v.m.Subject, joinRoot) {
@@ -127,7 +161,7 @@ func (b *Bus) answerLongs(q *longs) {
 		}
 		func() {
 			defer safe.Recover("natsbus.longs")
-			b.serveOne(v)
+			b.answer(v, b.handle(v.link, v.from, v.m))
 		}()
 	}
 	b.refuseLongs(q)

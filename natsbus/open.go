@@ -90,7 +90,8 @@ func (b *Bus) Close(ctx context.Context) error {
 	select {
 	case <-idle:
 	case <-ctx.Done():
-		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", len(b.slots), ctx.Err())
+		n := len(b.slots) + b.longs.unanswered() + b.longJoins.unanswered()
+		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", n, ctx.Err())
 	}
 	all(b.allLinks(), (*link).close)
 	if b.seals != nil {

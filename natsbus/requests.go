@@ -48,7 +48,10 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		}
 	}
 	if l.waits(&v) {
-		b.longCame(v)
+		// Its number is taken before it waits: the short ones that overtake it meanwhile may be more than replays remembers.
+		if l.seals == nil || b.unseal(&v) {
+			b.longCame(v)
+		}
 		return
 	}
 	if why := b.places(v.long); why != "" {
