@@ -33,7 +33,7 @@ func TestLoadsOfManyPieces(t *testing.T) { atBoth(t, loadsOfManyPieces) }
 func loadsOfManyPieces(s *scene) {
 	p := s.startAs(exec.Command(os.Args[0]), "NHD", "prefill", nil)
 	d := s.startAs(exec.Command(os.Args[0]), "NHD", "decode", nil)
-	calm := before(s, p, d)
+	before(s, p, d)
 	r := s.decoder(p)
 	if rep := s.answer(r, p, otherOrder()); rep.Code != 0 {
 		s.Fatalf("its hello: %+v", rep)
@@ -46,7 +46,8 @@ func loadsOfManyPieces(s *scene) {
 	for i := range manyLoads {
 		id := fmt.Sprint("many", i)
 		p.say("offer %s 0 %d", id, numBlocks)
-		load := &wire.Load{TransferID: id, Transport: "tcp", Grant: fmt.Appendf(nil, "%016d", i), Groups: []wire.Blocks{{IDs: blocks}}, LeaseMS: 30_000}
+		load := &wire.Load{TransferID: id, Transport: "tcp", Grant: fmt.Appendf(nil, "%016d", i), LeaseMS: 30_000}
+		load.Groups = []wire.Blocks{{IDs: blocks}}
 		if rep := s.answer(r, p, &wire.Request{Kind: wire.KindLoad, Load: load}); rep.Code != 0 {
 			s.Fatalf("load %d: %+v", i, rep)
 		}
@@ -55,7 +56,7 @@ func loadsOfManyPieces(s *scene) {
 		}
 	}
 	p.watch()
-	got(s, "889 MiB held for 300 loads", "%s, %s", p.growth(s), h.beside(s, calm))
+	got(s, "889 MiB held for 300 loads", "%s, %s", p.growth(s), h.went(s))
 }
 
 // TestPrefillOfManyPieces: a prefill engine that says it has a region for each head had decode

@@ -64,10 +64,7 @@ func sharedClaims() *wire.Request {
 func TestPlacesOfEarlyLoads(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
-		calm, h := &honest{}, &honest{}
-		for i := range loadsBefore {
-			calm.early(s, p, d, fmt.Sprint("calm", i))
-		}
+		h := &honest{}
 		r, _ := s.met(p)
 		claims := sharedClaims()
 		s.answer(r, p, claims)
@@ -87,7 +84,8 @@ func TestPlacesOfEarlyLoads(t *testing.T) {
 		}
 		over()
 		wg.Wait()
-		got(s, "99 of 99 honest early loads refused for 30 s, by one message (at 1a5364a)", "%d places taken, and again; %s", taken, h.beside(s, calm))
+		got(s, "99 of 99 honest early loads refused for 30 s, by one message (at 1a5364a)", "%d places taken, and again; %s",
+			taken, h.went(s))
 	})
 }
 
@@ -107,7 +105,6 @@ func TestEndsOfUnknownTransfers(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		const aborts, rounds = 8, 6
 		p, d := s.start("prefill", map[string]any{"lease_s": 600}), s.start("decode", nil)
-		calm := before(s, p, d)
 		r, _ := s.met(p)
 		for i := range aborts {
 			id := fmt.Sprint("aborted", i)
@@ -133,6 +130,6 @@ func TestEndsOfUnknownTransfers(t *testing.T) {
 			h.load(s, p, d, fmt.Sprint("beside", i))
 		}
 		got(s, "blocks of aborted requests back after 30 s in place of 0.03 s, by one message (at 1a5364a)",
-			"blocks of %d aborted requests back at once, after %d words of unknown ends, %s", aborts, 4096*rounds, h.beside(s, calm))
+			"blocks of %d aborted requests back at once, after %d words of unknown ends, %s", aborts, 4096*rounds, h.went(s))
 	})
 }

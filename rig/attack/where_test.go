@@ -71,7 +71,8 @@ func newScene(t *testing.T, m meeting) *scene {
 	}
 	if m.nkeys {
 		s.prefill, s.decode, s.hostileP, s.hostile = newNATSKey(t), newNATSKey(t), newNATSKey(t), newNATSKey(t)
-		args = append(args, "-c", nettest.ClusterOf(t, []string{s.prefill.public, s.hostileP.public}, []string{s.decode.public, s.hostile.public}))
+		prefills, decodes := []string{s.prefill.public, s.hostileP.public}, []string{s.decode.public, s.hostile.public}
+		args = append(args, "-c", nettest.ClusterOf(t, prefills, decodes))
 	} else if m.token != "" {
 		args = append(args, "--auth", m.token)
 	}
@@ -92,9 +93,9 @@ func (s *scene) url() string {
 	return s.server.URL()
 }
 
-// config is an honest agent's.
+// config is an honest agent's. The attacker uses this machine too, so a peer that is slow is not gone.
 func (s *scene) config(role string) map[string]any {
-	c := map[string]any{"role": role, "connect_timeout_s": bound.Seconds()}
+	c := map[string]any{"role": role, "connect_timeout_s": bound.Seconds(), "peer_timeout_s": 10}
 	if s.cluster {
 		c["nats_url"] = s.url()
 	}
