@@ -2,6 +2,7 @@ package attack
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"io"
 	"net"
@@ -19,24 +20,25 @@ const (
 	streamsOfAll = descriptors / 4
 )
 
-// open are the descriptors that a victim has.
-func (v *victim) open() int {
-	v.t.Helper()
-	list, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", v.cmd.Process.Pid))
-	if err != nil {
-		v.t.Fatal(err)
-	}
-	return len(list)
+// streamsKept are streams that the attacker keeps open at a prefill engine.
+type streamsKept struct {
+	from   string       // the attacker's address
+	opened atomic.Int64 // ever
+	away   atomic.Int64 // sent away: prefill has no place for one more stream
 }
 
-// keepStream keeps a stream with a ticket open, from an address that no honest engine has. If prefill ends it, it opens another one.
-func (s *scene) keepStream(ctx context.Context, port string, ticket []byte, number uint64, opened *atomic.Int64) {
-	from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(elsewhere)}, Timeout: bound}
+// keep keeps a stream with a ticket open. If prefill ends it, keep opens another one.
+func (k *streamsKept) keep(ctx context.Context, port string, ticket []byte, number uint64) {
+	from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(k.from)}, Timeout: bound}
 	for attempt := uint64(1); ctx.Err() == nil; attempt++ {
 		if c, err := from.DialContext(ctx, "tcp", "127.0.0.1:"+port); err == nil {
 			end := context.AfterFunc(ctx, func() { _ = c.Close() })
 			if _, err := c.Write(streamHello(ticket, attempt, number)); err == nil {
-				opened.Add(1)
+				k.opened.Add(1)
+				var head [8]byte
+				if _, err := io.ReadFull(c, head[:]); err == nil && binary.BigEndian.Uint32(head[4:]) == frameLeave {
+					k.away.Add(1)
+				}
 				_, _ = io.Copy(io.Discard, c)
 			}
 			end()
@@ -49,40 +51,47 @@ func (s *scene) keepStream(ctx context.Context, port string, ticket []byte, numb
 	}
 }
 
-// TestAllStreams: decode agents of the attacker's open as many streams as prefill has places for, one agent all of them, or many
-// agents one each. They load nothing, and take each place again that they lose. New decode engines were sent away. Now they get in.
+// TestAllStreams: decode agents of the attacker's open as many streams as prefill has places for: one agent all of them, from the
+// address of honest engines, or many agents one each, from another address. They load nothing, and take each place again that they
+// lose. New decode engines were sent away. Now they get in.
 func TestAllStreams(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		limited := exec.Command("sh", "-c", fmt.Sprintf(`ulimit -n %d && exec "$0"`, descriptors), os.Args[0])
 		p := s.startAs(limited, "", "prefill", nil)
-		calm := s.newcomers(p, "early", 5)
-		for _, of := range []struct{ agents, each int }{{1, streamsOfAll}, {streamsOfAll, 1}} {
+		for _, of := range []struct {
+			agents, each int
+			from         string
+		}{{1, streamsOfAll, "127.0.0.1"}, {streamsOfAll, 1, elsewhere}} {
 			ctx, over := context.WithCancel(s.Context())
-			var opened atomic.Int64
+			kept := &streamsKept{from: of.from}
 			var wg sync.WaitGroup
 			var tickets [][]byte
 			port := ""
-			for range of.agents {
+			for range of.agents + 1 { // one agent more, with one stream: when one is sent away, all places are taken
 				r, got := s.met(p)
 				_, port, _ = net.SplitHostPort(r.at.Endpoints[0].Address)
 				tickets = append(tickets, got[0].Ticket)
 			}
-			before := p.open()
-			for _, ticket := range tickets {
-				for number := range of.each {
-					wg.Go(func() { s.keepStream(ctx, port, ticket, uint64(number), &opened) })
+			for i, ticket := range tickets {
+				each := of.each
+				if i == of.agents {
+					each = 1
+				}
+				for number := range each {
+					wg.Go(func() { kept.keep(ctx, port, ticket, uint64(number)) })
 				}
 			}
-			for deadline := time.Now().Add(bound); p.open() < before+streamsOfAll && time.Now().Before(deadline); {
-				time.Sleep(time.Millisecond) // a poll of another process's state
+			for deadline := time.Now().Add(bound); kept.away.Load() == 0 && time.Now().Before(deadline); {
+				time.Sleep(time.Millisecond)
 			}
-			if n := p.open() - before; n < streamsOfAll {
-				s.Errorf("%d streams of %d agents are open: the attack itself has failed", n, of.agents)
+			if kept.away.Load() == 0 {
+				s.Errorf("%d agents have not taken all places: the attack itself has failed", of.agents)
 			}
 			h := s.newcomers(p, fmt.Sprint("new", of.agents, "-"), 6)
 			over()
 			wg.Wait()
-			got(s, "6 of 6 new decode engines out within 5 ms (at 1a5364a)", "%d agents opened %d streams for %d places, %s", of.agents, opened.Load(), streamsOfAll, h.beside(s, calm))
+			got(s, "6 of 6 new decode engines out within 5 ms (at 1a5364a)", "%d agents opened %d streams for %d places, %d were sent away, %s",
+				of.agents, kept.opened.Load(), streamsOfAll, kept.away.Load(), h.went(s))
 		}
 	})
 }
