@@ -65,10 +65,13 @@ func short(letters int) (words []string) {
 // agent opens. An agent of a cluster, whose token may be short, tells nobody anything that its token has made.
 func TestSecretsThatAreGuessed(t *testing.T) {
 	words := short(3)
-	for _, key := range []string{"nats_token", "join_token"} {
-		cfg := map[string]any{"role": "prefill", "engine_id": "p0", "transport": "tcp", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, key: "kv" + "c"}
-		if text := refused(t, cfg); !strings.Contains(text, key) || !strings.Contains(text, "16") {
-			t.Errorf("%s of three characters: %s", key, text)
+	for _, secret := range []struct{ key, word string }{
+		{"nats_token", "kvc"}, {"nats_token", "fifteen-letters"}, {"join_token", "kvc"}, {"join_token", "fifteen-letters"},
+	} {
+		cfg := map[string]any{"role": "prefill", "engine_id": "p0", "transport": "tcp", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0}
+		cfg[secret.key] = secret.word
+		if text := refused(t, cfg); !strings.Contains(text, secret.key) || !strings.Contains(text, "16") {
+			t.Errorf("%s %q: %s", secret.key, secret.word, text)
 		}
 	}
 	const long = "a-token-0123456789"
@@ -83,7 +86,8 @@ func TestSecretsThatAreGuessed(t *testing.T) {
 	if found := g.guess(words, "ask", 1) + g.guess(words, "join", 2); found != "" {
 		t.Errorf("the secret is %q", found)
 	}
-	got(t, "a token of 4 characters in 0.4 s, a join token of 3 in 10 ms (at 1a5364a)", "%d words tried, none found; an agent with a short one does not open", len(words))
+	got(t, "a token of 4 characters in 0.4 s, a join token of 3 in 10 ms (at 1a5364a)",
+		"%d words tried, none found; an agent with a short one does not open", len(words))
 }
 
 // TestTokenOfACluster: strangers at all that agents of a cluster open, and a host to which a client sends the decode agent, hear
@@ -106,10 +110,12 @@ func TestTokenOfACluster(t *testing.T) {
 		t.Errorf("the NATS server says %q, %v", b[:n], err)
 	}
 	address, heard := a.host("kvconn - -\n", nil)
-	p.say("offer named 4 4")
-	d.say("load named 20 4 %s", address)
-	if l := d.report("named"); l.Code != "ok" { // from the engine, which the cluster has
-		t.Errorf("a load for which a client has named a host: %+v", l)
+	for _, id := range []string{"named", "again"} { // when the second has ended, the first one's words are long out
+		p.say("offer %s 4 4", id)
+		d.say("load %s 20 4 %s", id, address)
+		if l := d.report(id); l.Code != "ok" { // from the engine, which the cluster has
+			t.Errorf("a load for which a client has named a host: %+v", l)
+		}
 	}
 	select {
 	case word := <-heard:

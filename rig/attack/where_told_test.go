@@ -15,13 +15,16 @@ var anAgentsID = regexp.MustCompile(`\b([A-Z2-7]{32}|U[A-Z2-7]{55}-[A-Z2-7]{7})\
 // guesses are what a decode agent asks that knows, or guesses, the ids of others' transfers.
 func guesses(ids ...string) (list []*wire.Request) {
 	load := func(id, transport string, blocks ...uint32) *wire.Request {
-		return &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{TransferID: id, Transport: transport, Grant: make([]byte, 16), Groups: []wire.Blocks{{IDs: blocks}}, LeaseMS: 30_000}}
+		l := &wire.Load{TransferID: id, Transport: transport, Grant: make([]byte, 16), LeaseMS: 30_000}
+		l.Groups = []wire.Blocks{{IDs: blocks}}
+		return &wire.Request{Kind: wire.KindLoad, Load: l}
 	}
 	for _, id := range ids {
 		part := string(core.Share{Of: 2}.Part(core.TransferID(id)))
 		list = append(list, load(id, "tcp", 1), load(id, "rdma", 1), load(id, "tcp", 1<<31), load(part, "tcp", 1),
 			&wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{Loads: []string{id, part}, Claims: []string{id, part}}},
-			&wire.Request{Kind: wire.KindFinish, Finishes: []wire.Finish{{TransferID: id, Code: int(core.Failed), Reason: "x"}, {TransferID: part, Code: int(core.OK)}}})
+			&wire.Request{Kind: wire.KindFinish, Finishes: []wire.Finish{
+				{TransferID: id, Code: int(core.Failed), Reason: "x"}, {TransferID: part, Code: int(core.OK)}}})
 	}
 	signal := &wire.Request{Kind: wire.KindSignal, Signal: &wire.Signal{Transport: "tcp", Data: []byte{1}}}
 	join := &wire.Request{Kind: wire.KindJoin, Join: &wire.Join{Agent: aHello().Hello, New: true}}
@@ -41,8 +44,8 @@ func told(rep *wire.Reply) string {
 }
 
 // TestWhatAnswersTell: a decode agent of the attacker's asks for transfers of others that wait, that have ended and that were
-// aborted. Nothing that it is told has another agent's id, none of its words changes a transfer, and it learns of none whether there
-// is one.
+// aborted. Nothing that it is told has another agent's id, none of its words changes a transfer, and it learns of no transfer that it
+// has not named.
 func TestWhatAnswersTell(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
@@ -75,8 +78,12 @@ func TestWhatAnswersTell(t *testing.T) {
 						s.Errorf("it is told of agent %s: %q", id, told(rep))
 					}
 				}
-				if req.Kind != wire.KindFinish && strings.Contains(told(rep), "secret-") && !strings.Contains(told(rep), nameIn(req)) {
-					s.Errorf("it is told of a transfer that it has not named: %q", told(rep))
+				text := told(rep)
+				if s.nkeys && strings.Contains(text, s.decode.public) {
+					s.Errorf("it is told decode's key: %q", text)
+				}
+				if req.Kind != wire.KindFinish && strings.Contains(text, "secret-") && !strings.Contains(text, nameIn(req)) {
+					s.Errorf("it is told of a transfer that it has not named: %q", text)
 				}
 			}
 			if round == 0 {
@@ -89,7 +96,8 @@ func TestWhatAnswersTell(t *testing.T) {
 		if bytes := d.say("bytes 20 4").Bytes; bytes["170"] != fourBlocks {
 			s.Errorf("decode has %v", bytes)
 		}
-		got(s, "another client's request id in a refusal (at 1a5364a)", "0 ids of others in the answers to %d requests, and the honest load well", asked)
+		got(s, "another client's request id in a refusal (at 1a5364a)",
+			"0 ids of others in the answers to %d requests, and the honest load well", asked)
 	})
 }
 
