@@ -19,15 +19,16 @@ const (
 	maxLongBytes = 16 << 20 // of all that wait; one request may wait however long it is
 )
 
-// longs are the long requests that wait. Their owners take turns: each has one answered in a round. If there is no room, the newest of
-// the owner with the most bytes gives way to an owner that has fewer. A request that gives way gets no answer: to its asker it is lost
-// on the way.
+// longs are the long requests that wait. Their owners take turns: each has one answered in a round. What comes is for the next round or
+// a later one, so that new owners without an end keep none out; in a round those of whom nothing waited go first. If there is no room,
+// the newest of the owner with the most bytes gives way to an owner that has fewer. A request that gives way gets no answer: to its asker
+// it is lost on the way.
 type longs struct {
 	mu        sync.Mutex
-	queue     []*asked // in the order of their rounds, and in each round of their coming
+	queue     []*asked // in the order in which they are answered
 	bytes     int
 	of        map[string]int // the bytes that wait, of each owner
-	round     int            // of the request that was answered last
+	round     int            // that goes on
 	answering bool
 }
 
@@ -43,12 +44,12 @@ func (q *longs) put(v *asked) (dropped int, starts bool) {
 	if !ok {
 		return 1, false
 	}
-	v.round = q.round
+	v.round, v.again = q.round+1, false
 	if last := newest(q.queue, owner); last >= 0 && !fault.On("bus-longs-in-order") {
-		v.round = q.queue[last].round + 1
+		v.round, v.again = q.queue[last].round+1, true
 	}
 	at := len(q.queue)
-	for at > 0 && q.queue[at-1].round > v.round {
+	for at > 0 && v.before(q.queue[at-1]) {
 		at--
 	}
 	q.queue = slices.Insert(q.queue, at, v)
@@ -56,6 +57,11 @@ func (q *longs) put(v *asked) (dropped int, starts bool) {
 	q.of[owner] += size
 	starts, q.answering = !q.answering, true
 	return dropped, starts
+}
+
+// before says whether a long request is answered before one that came earlier.
+func (v *asked) before(earlier *asked) bool {
+	return v.round < earlier.round || v.round == earlier.round && !v.again && earlier.again
 }
 
 // makeRoom drops what gives way to an owner's next request, and says how many that are. If all that would give way is not enough, it

@@ -59,6 +59,19 @@ func TestLongsTakeTurns(t *testing.T) {
 	}
 	q.put(askedFor("e", 1))
 	want("b e a")
+	for range 3 {
+		q.next()
+	}
+	q.put(askedFor("f", 1))
+	q.put(askedFor("f", 1))
+	answered := ""
+	for i := range 6 { // new owners without an end keep f's second request out for a round
+		q.put(askedFor(core.AgentID(fmt.Sprint("new", i)), 1))
+		answered += " " + ownerOf(q.next().from)
+	}
+	if answered != " f new0 new1 new2 f new3" {
+		t.Errorf("answered are%s", answered)
+	}
 }
 
 // TestLongsHaveABound: of all long requests that wait so many bytes are held, and one owner may have them all. If there is no room, the
@@ -82,8 +95,11 @@ func TestLongsHaveABound(t *testing.T) {
 	put("c", 3*part, 3, "a b c a a a")
 	put("d", 3*part, 1, "a b c a a a") // only one of a's would give way to it
 	put("e", part, 1, "a b c e a a")
-	put("e", part, 1, "a b e a e a") // c has more than a now
-	if q.bytes != 6*part || q.of["a"] != 3*part || q.of["e"] != 2*part || q.of["c"] != 0 {
+	q.next()
+	put("e", part, 0, "b c e a e a")
+	put("e", part, 1, "b c e a e a") // it would have as much as c, which has the most
+	put("b", part, 1, "b e a e b a")
+	if q.bytes != 6*part || q.of["a"] != 2*part || q.of["b"] != 2*part || q.of["e"] != 2*part || q.of["c"] != 0 {
 		t.Errorf("%d bytes wait, of %v", q.bytes, q.of)
 	}
 	for v := q.next(); v != nil; v = q.next() {
