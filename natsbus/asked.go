@@ -12,6 +12,9 @@ type asked struct {
 	from core.AgentID
 	m    *nats.Msg
 	long bool
+	// Of one that waits in longs: the round in which it is answered, and whether others of its owner waited before it.
+	round int
+	again bool
 	// Of a sealed one: its session, nil if it has none here, and what its answer is bound to.
 	session *held
 	mark    mark

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -136,6 +137,22 @@ func TestWindow(t *testing.T) {
 			t.Fatalf("%d requests are held", n)
 		}
 	}
+	synctest.Test(t, func(t *testing.T) { // a few that nobody answers count only for so long, though there is room
+		few := &share{of: newBudget(1 << 30), end: func() {}}
+		w := newWindow(few, newQuestions())
+		for _, at := range []struct {
+			after   time.Duration
+			pending int
+		}{{0, 1}, {time.Millisecond, 2}, {answerWithin - 2*time.Millisecond, 3}, {answerWithin, 1}} {
+			time.Sleep(at.after)
+			if _, err := w.open(fmt.Sprint(time.Now()), 100, false); err != nil {
+				t.Fatal(err)
+			}
+			if n := len(w.pending); n != at.pending || few.bytes != int64(n)*(100+perRequest) {
+				t.Errorf("%v later %d requests of %d bytes are held, want %d", at.after, n, few.bytes, at.pending)
+			}
+		}
+	})
 	if left := newWindow(s, nil).left; left != answerWithin {
 		t.Errorf("an answer has %v", left)
 	}

@@ -42,6 +42,8 @@ type Bus struct {
 	asked    chan asked    // to handlers that wait for one
 
 	sessionless *sessionless // in a cluster
+	longs       *longs       // over its own server or cluster
+	longJoins   *longs
 
 	mu     sync.Mutex
 	down   bool           // no goroutine or handler starts any more

@@ -166,6 +166,7 @@ func TestOverload(t *testing.T) {
 	wg.Wait()
 }
 
+// TestCloseIsBounded: an agent that is told to close soon does not wait for its handlers, and says how many requests they have.
 func TestCloseIsBounded(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
@@ -177,14 +178,21 @@ func TestCloseIsBounded(t *testing.T) {
 	prefill.Serve(func(core.Via, *wire.Request) *wire.Reply { running <- struct{}{}; <-hold; return &wire.Reply{} })
 	d := newBus(t, Options{Identity: named("D"), Server: p.Server})
 	ctx, cancel := context.WithCancel(context.Background())
-	failed := make(chan error, 1)
-	go func() {
-		_, err := d.Request(ctx, "", reach(d, "P"), hello("D"))
-		failed <- err
-	}()
-	<-running
-	mustBe(t, prefill.Close(ctxOf(t, 50*time.Millisecond)), context.DeadlineExceeded)
+	failed := make(chan error, 2)
+	for _, req := range []*wire.Request{hello("D"), longHello("D")} {
+		go func() {
+			_, err := d.Request(ctx, "", reach(d, "P"), req)
+			failed <- err
+		}()
+		<-running
+	}
+	err = prefill.Close(ctxOf(t, 50*time.Millisecond))
+	mustBe(t, err, context.DeadlineExceeded)
+	if !strings.Contains(err.Error(), "while 2 requests") {
+		t.Errorf("%v; a short and a long one are being answered", err)
+	}
 	cancel()
+	mustBe(t, <-failed, context.Canceled)
 	mustBe(t, <-failed, context.Canceled)
 	close(hold)
 }

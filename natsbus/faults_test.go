@@ -40,6 +40,9 @@ var defects = []faulttest.Defect{
 	// Who floods from one address has no place that others need.
 	{"bus-places-kept", "TestPlacesOfClients"},
 	{"bus-strangers-stay", "TestPlacesOfStrangers"},
+	// Long requests of one agent hold up no short ones of others.
+	{"bus-longs-at-once", "TestLongRequestsWait"},
+	{"bus-longs-in-order", "TestLongsTakeTurns"},
 	// A host that lists without an end takes no memory.
 	{"bus-keeps-all-keys", "FuzzStreamInfo"},
 	// What lies in the temporary folder is this user's.

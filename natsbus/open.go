@@ -19,7 +19,7 @@ func Open(opt Options) (*Bus, error) {
 		return nil, fmt.Errorf("natsbus: %w", err)
 	}
 	b := &Bus{slots: make(chan struct{}, maxHandlers), long: make(chan struct{}, maxLong), links: map[core.Via]*entry{}, asked: make(chan asked),
-		kick: make(chan struct{}, 1)}
+		longs: newLongs(), longJoins: newLongs(), kick: make(chan struct{}, 1)}
 	b.common = common{opt: opt, log: opt.Logger, events: b, temp: hostenv.TempDir()}
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	switch {
@@ -90,7 +90,8 @@ func (b *Bus) Close(ctx context.Context) error {
 	select {
 	case <-idle:
 	case <-ctx.Done():
-		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", len(b.slots), ctx.Err())
+		n := len(b.slots) + b.longs.unanswered() + b.longJoins.unanswered()
+		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", n, ctx.Err())
 	}
 	all(b.allLinks(), (*link).close)
 	if b.seals != nil {

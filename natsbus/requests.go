@@ -47,6 +47,13 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 			return
 		}
 	}
+	if l.waits(&v) {
+		// Its number is taken before it waits: the short ones that overtake it meanwhile may be more than replays remembers.
+		if l.seals == nil || b.unseal(&v) {
+			b.longCame(v)
+		}
+		return
+	}
 	if why := b.places(v.long); why != "" {
 		b.answer(&v, refuse("agent %s %s", l.id, why))
 		return
@@ -70,10 +77,7 @@ func (b *Bus) serve(v asked) {
 	for {
 		func() {
 			defer b.leave(v.long)
-			if v.link.seals != nil && !b.unseal(&v) {
-				return
-			}
-			b.answer(&v, b.handle(v.link, v.from, v.m))
+			b.serveOne(&v)
 		}()
 		idle.Reset(handlerIdle)
 		select {
@@ -84,6 +88,14 @@ func (b *Bus) serve(v asked) {
 			return
 		}
 	}
+}
+
+// serveOne answers one request.
+func (b *Bus) serveOne(v *asked) {
+	if v.link.seals != nil && !b.unseal(v) {
+		return
+	}
+	b.answer(v, b.handle(v.link, v.from, v.m))
 }
 
 // places waits for what a request needs to be answered. A long one waits for others of its kind

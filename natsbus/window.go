@@ -17,6 +17,7 @@ type window struct {
 
 	mu      sync.Mutex
 	pending map[string]pendingRequest // by the subject of its answer
+	swept   time.Time                 // when sweep was called last
 	freed   chan struct{}             // closed when some are answered, or the client has gone; nil: nobody waits
 	gone    bool
 	over    chan struct{} // closed when the client has gone
@@ -97,14 +98,8 @@ func (w *window) open(reply string, size int64, question bool) (done func(), err
 		}
 		now := time.Now()
 		oldest := now
-		if len(w.pending) >= w.most {
-			for _, p := range w.pending {
-				if now.Sub(p.since) >= w.left {
-					w.forget(p)
-				} else if p.since.Before(oldest) {
-					oldest = p.since
-				}
-			}
+		if len(w.pending) >= w.most || now.Sub(w.swept) >= w.left { // an agent does not answer all: the bytes of those count no longer either
+			oldest = w.sweep(now)
 		}
 		if room := len(w.pending) < w.most; room && question && answered == nil {
 			w.mu.Unlock()
@@ -148,6 +143,19 @@ func (w *window) stir() {
 		close(w.freed)
 		w.freed = nil
 	}
+}
+
+// sweep forgets the requests that have waited too long, and says since when the oldest of the others waits; w.mu is held.
+func (w *window) sweep(now time.Time) (oldest time.Time) {
+	w.swept, oldest = now, now
+	for _, p := range w.pending {
+		if now.Sub(p.since) >= w.left {
+			w.forget(p)
+		} else if p.since.Before(oldest) {
+			oldest = p.since
+		}
+	}
+	return oldest
 }
 
 // forget takes a request out; w.mu is held.

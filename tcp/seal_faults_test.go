@@ -19,6 +19,7 @@ var sealDefects = []faulttest.Defect{
 	{"seal-in-the-clear", "TestHelloHeldBack"},
 	{"stream-ticket-shared", "TestTicketOfOneAgent"},
 	{"stream-addresses-alike", "TestStreamsOfACrowd"},
+	{"stream-agents-alike", "TestStreamsOfGreedyPeers"},
 	{"stream-unproved", "TestLateHello"},
 	{"stream-attempt-again", "TestPlainHelloAgain"},
 	{"stream-attempt-again", "TestHelloAgain"},

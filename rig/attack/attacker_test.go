@@ -153,24 +153,30 @@ func (s *session) publish(subject, reply string, data []byte) error {
 
 // request sends a message, and waits for its answer or for the server's error.
 func (s *session) request(subject string, data []byte) ([]byte, error) {
+	_, answer, err := s.answer(subject, data)
+	return answer, err
+}
+
+// answer is request, with the answer's headers.
+func (s *session) answer(subject string, data []byte) (headers string, answer []byte, err error) {
 	s.n++
 	in := fmt.Sprintf("_INBOX.%s.x.%d", s.id, s.n)
 	fmt.Fprintf(s.conn, "SUB %s %d\r\n", in, s.n)
 	if err := s.publish(subject, in, data); err != nil {
-		return nil, err
+		return "", nil, err
 	}
 	_ = s.conn.SetReadDeadline(time.Now().Add(3 * time.Second))
 	for {
 		line, err := s.br.ReadString('\n')
 		if err != nil {
-			return nil, err
+			return "", nil, err
 		}
 		f := strings.Fields(line)
 		switch f[0] {
 		case "PING":
 			fmt.Fprint(s.conn, "PONG\r\n")
 		case "-ERR":
-			return nil, fmt.Errorf("%s", strings.TrimSpace(line))
+			return "", nil, fmt.Errorf("%s", strings.TrimSpace(line))
 		case "MSG", "HMSG":
 			var n, head int
 			fmt.Sscan(f[len(f)-1], &n)
@@ -179,11 +185,11 @@ func (s *session) request(subject string, data []byte) ([]byte, error) {
 			}
 			b := make([]byte, n+2)
 			if _, err := io.ReadFull(s.br, b); err != nil {
-				return nil, err
+				return "", nil, err
 			}
 			if f[1] == in { // not a late answer to an earlier request
 				fmt.Fprintf(s.conn, "UNSUB %d\r\n", s.n)
-				return b[head:n], nil
+				return string(b[:head]), b[head:n], nil
 			}
 		}
 	}

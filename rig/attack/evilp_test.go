@@ -165,16 +165,7 @@ func (e *evil) came(l *evilLink, subject, reply string, data []byte) {
 
 // asPrefill answers as an honest prefill agent does that never sends.
 func (e *evil) asPrefill(l *evilLink, reply string, req *wire.Request) {
-	rep := &wire.Reply{}
-	switch req.Kind {
-	case wire.KindHello:
-		rep.Tickets, rep.AgeMS = []wire.Ticket{{Transport: "tcp", Ticket: make([]byte, 16)}}, 1_000_000
-	case wire.KindRenew:
-		for range len(req.Renew.Loads) + len(req.Renew.Claims) {
-			rep.Statuses = append(rep.Statuses, uint8(core.StatusSending))
-		}
-	}
-	data, err := rep.MarshalMsg(nil)
+	data, err := answerOf(req).MarshalMsg(nil)
 	if err != nil {
 		e.t.Error(err)
 	}
@@ -185,6 +176,20 @@ func (e *evil) asPrefill(l *evilLink, reply string, req *wire.Request) {
 	case wire.KindLoad:
 		put(e.loads, req.Load)
 	}
+}
+
+// answerOf is the answer of a prefill agent that never sends.
+func answerOf(req *wire.Request) *wire.Reply {
+	rep := &wire.Reply{}
+	switch req.Kind {
+	case wire.KindHello:
+		rep.Tickets, rep.AgeMS = []wire.Ticket{{Transport: "tcp", Ticket: make([]byte, 16)}}, 1_000_000
+	case wire.KindRenew:
+		for range len(req.Renew.Loads) + len(req.Renew.Claims) {
+			rep.Statuses = append(rep.Statuses, uint8(core.StatusSending))
+		}
+	}
+	return rep
 }
 
 // put gives a value to the test, unless it has many that it has not taken.

@@ -120,6 +120,16 @@ func (h *honest) beside(t testing.TB, calm *honest) string {
 	return fmt.Sprintf("%d of %d honest loads well, median %.1f ms (before the attack %.1f)", h.well, h.all, h.median().Seconds()*1000, calm.median().Seconds()*1000)
 }
 
+// went holds the loads that were made during an attack to their ends. How long they took is told only: the attacker works on this
+// machine too.
+func (h *honest) went(t testing.TB) string {
+	t.Helper()
+	if !raced && h.well != h.all { // under the race detector an agent is some ten times slower, as in beside
+		t.Errorf("%d of %d honest loads beside it went well", h.well, h.all)
+	}
+	return fmt.Sprintf("%d of %d honest loads well, median %.1f ms", h.well, h.all, h.median().Seconds()*1000)
+}
+
 // growth holds a victim's memory to its bound.
 func (v *victim) growth(t testing.TB) string {
 	t.Helper()

@@ -11,20 +11,14 @@ import (
 )
 
 // TestClaimsThatNeverEnd: a decode agent claims what a prefill engine has computed for it, renews its claims for ever, and loads
-// nothing; or it loads by a grant at which nobody listens, with a lease of an hour. It kept all of prefill's blocks for as long as it liked. Now an
-// offer ends when offer_timeout_s is over.
-func TestClaimsThatNeverEnd(t *testing.T) {
-	p := start(t, map[string]any{"role": "prefill", "offer_timeout_s": 3})
-	d := start(t, map[string]any{"role": "decode"})
-	calm := before(t, p, d)
-	a := newAttacker(t)
-	s, err := a.enter(p.boot, "ask", "")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if rep, err := s.ask(p.id, s.id, aHello()); err != nil || core.Code(rep.Code) != core.OK {
-		t.Fatalf("%+v, %v", rep, err)
-	}
+// nothing; or it loads by a grant at which nobody listens, with a lease of an hour. It kept all of prefill's blocks for as long as it
+// liked. Now an offer ends when offer_timeout_s is over.
+func TestClaimsThatNeverEnd(t *testing.T) { atBoth(t, claimsThatNeverEnd) }
+
+func claimsThatNeverEnd(s *scene) {
+	p, d := s.start("prefill", map[string]any{"offer_timeout_s": 3}), s.start("decode", nil)
+	before(s, p, d)
+	r, _ := s.met(p)
 	const hoarded = 16 // of four blocks each, all that there are
 	renew := &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}
 	for i := range hoarded {
@@ -32,39 +26,37 @@ func TestClaimsThatNeverEnd(t *testing.T) {
 		p.say("offer %s %d 4", id, 4*i)
 		renew.Renew.Claims = append(renew.Renew.Claims, id)
 		if i%2 == 1 {
-			load := &wire.Load{TransferID: id, Transport: "tcp", Grant: make([]byte, 16), Groups: []wire.Blocks{{IDs: wire.BlockIDs{1, 2, 3, 4}}}, LeaseMS: time.Hour.Milliseconds()}
+			load := &wire.Load{TransferID: id, Transport: "tcp", Grant: make([]byte, 16), LeaseMS: time.Hour.Milliseconds()}
+			load.Groups = []wire.Blocks{{IDs: wire.BlockIDs{1, 2, 3, 4}}}
 			load.Grant[0] = byte(i)
-			if _, err := s.ask(p.id, s.id, &wire.Request{Kind: wire.KindLoad, Load: load}); err != nil {
-				t.Fatal(err)
-			}
+			s.answer(r, p, &wire.Request{Kind: wire.KindLoad, Load: load})
 		}
 	}
 	began := time.Now()
 	h := &honest{}
 	kept := 0
 	for time.Since(began) < 4*time.Second {
-		rep, err := s.ask(p.id, s.id, renew)
-		if err != nil {
-			t.Fatal(err)
-		}
-		now := 0
+		rep, now := s.answer(r, p, renew), 0
 		for _, st := range rep.Statuses {
 			if st := core.Status(st); st == core.StatusOffered || st == core.StatusSending {
 				now++
 			}
 		}
 		kept = max(kept, now)
-		h.load(t, p, d, honestID(h.all))
+		h.load(s, p, d, honestID(h.all))
 	}
 	for i := range hoarded {
 		l := p.report(fmt.Sprint("hoarded", i))
 		if i%2 == 0 && (l.Code != "expired" || !strings.Contains(l.Reason, "offer_timeout_s")) || l.Code == "ok" {
-			t.Errorf("%+v", l)
+			s.Errorf("%+v", l)
 		}
 	}
 	if kept < hoarded/2 {
-		t.Errorf("%d of its offers were kept at a time: the attack itself has failed", kept)
+		s.Errorf("%d of its offers were kept at a time: the attack itself has failed", kept)
 	}
-	got(t, "64 of 64 of prefill's blocks for all of 45 s (at 1a5364a)", "%d of %d blocks for offer_timeout_s 3, %s", 4*kept, numBlocks, h.beside(t, calm))
-	settle(t, p, d)
+	got(s, "64 of 64 of prefill's blocks for all of 45 s (at 1a5364a)", "%d of %d blocks for offer_timeout_s 3, %s",
+		4*kept, numBlocks, h.went(s))
+	if s.server == nil { // a NATS server ends with its test, and victims that miss it are at work
+		settle(s, p, d)
+	}
 }

@@ -2,6 +2,8 @@ package attack
 
 import (
 	"fmt"
+	"os"
+	"os/exec"
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
@@ -26,17 +28,15 @@ func otherOrder() *wire.Request {
 // TestLoadsOfManyPieces: a decode engine that says it has heads and tokens in the other order
 // had prefill keep a list of 131,072 pieces for each of its loads. Now tcp cuts such a plan a
 // window at a time.
-func TestLoadsOfManyPieces(t *testing.T) {
-	p := startOrdered(t, "NHD", map[string]any{"role": "prefill"})
-	d := startOrdered(t, "NHD", map[string]any{"role": "decode"})
-	calm := before(t, p, d)
-	a := newAttacker(t)
-	s, err := a.enter(p.boot, "ask", "")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if rep, err := s.ask(p.id, s.id, otherOrder()); err != nil || rep.Code != 0 {
-		t.Fatalf("its hello: %+v, %v", rep, err)
+func TestLoadsOfManyPieces(t *testing.T) { atBoth(t, loadsOfManyPieces) }
+
+func loadsOfManyPieces(s *scene) {
+	p := s.startAs(exec.Command(os.Args[0]), "NHD", "prefill", nil)
+	d := s.startAs(exec.Command(os.Args[0]), "NHD", "decode", nil)
+	before(s, p, d)
+	r := s.decoder(p)
+	if rep := s.answer(r, p, otherOrder()); rep.Code != 0 {
+		s.Fatalf("its hello: %+v", rep)
 	}
 	blocks := make(wire.BlockIDs, numBlocks)
 	for i := range blocks {
@@ -46,17 +46,17 @@ func TestLoadsOfManyPieces(t *testing.T) {
 	for i := range manyLoads {
 		id := fmt.Sprint("many", i)
 		p.say("offer %s 0 %d", id, numBlocks)
-		load := &wire.Load{TransferID: id, Transport: "tcp", Grant: fmt.Appendf(nil, "%016d", i), Groups: []wire.Blocks{{IDs: blocks}}, LeaseMS: 30_000}
-		rep, err := s.ask(p.id, s.id, &wire.Request{Kind: wire.KindLoad, Load: load})
-		if err != nil || rep.Code != 0 {
-			t.Fatalf("load %d: %+v, %v", i, rep, err)
+		load := &wire.Load{TransferID: id, Transport: "tcp", Grant: fmt.Appendf(nil, "%016d", i), LeaseMS: 30_000}
+		load.Groups = []wire.Blocks{{IDs: blocks}}
+		if rep := s.answer(r, p, &wire.Request{Kind: wire.KindLoad, Load: load}); rep.Code != 0 {
+			s.Fatalf("load %d: %+v", i, rep)
 		}
 		if i%6 == 0 {
-			h.load(t, p, d, fmt.Sprint("beside", i))
+			h.load(s, p, d, fmt.Sprint("beside", i))
 		}
 	}
 	p.watch()
-	got(t, "889 MiB held for 300 loads", "%s, %s", p.growth(t), h.beside(t, calm))
+	got(s, "889 MiB held for 300 loads", "%s, %s", p.growth(s), h.went(s))
 }
 
 // TestPrefillOfManyPieces: a prefill engine that says it has a region for each head had decode

@@ -100,6 +100,7 @@ type said struct {
 	Call             string
 	MS               float64
 	Bytes            map[string]int
+	Stats            *node.Stats
 }
 
 // beVictim is an agent that does what its standard input says.
@@ -176,6 +177,10 @@ func beVictim(text string) {
 			}
 			lines <- said{Call: "bytes", Bytes: count}
 			continue
+		case "stats":
+			now := a.Stats()
+			lines <- said{Call: "stats", Stats: &now}
+			continue
 		}
 		line := said{Call: f[0], MS: float64(time.Since(began).Microseconds()) / 1000}
 		if err != nil {
@@ -211,6 +216,12 @@ func start(t testing.TB, cfg map[string]any) *victim {
 // startOrdered starts a victim whose blocks have tokens and heads; see ordered.
 func startOrdered(t testing.TB, order string, cfg map[string]any) *victim {
 	t.Helper()
+	return startAs(t, exec.Command(os.Args[0]), order, cfg)
+}
+
+// startAs starts a victim by a command.
+func startAs(t testing.TB, cmd *exec.Cmd, order string, cfg map[string]any) *victim {
+	t.Helper()
 	full := map[string]any{"engine_id": "p0", "transport": "tcp", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
 	if cfg["role"] == "decode" {
 		full = map[string]any{"engine_id": "d0", "transport": "tcp"}
@@ -222,7 +233,6 @@ func startOrdered(t testing.TB, order string, cfg map[string]any) *victim {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), victimVariable+"="+string(text), orderVariable+"="+order)
 	v := &victim{t: t}
 	v.run(cmd)

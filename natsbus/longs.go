@@ -1,0 +1,181 @@
+package natsbus
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// A long request (longMessage) may take a processor for 35 ms to be read, and a hello's regions may take half a second to be compared.
+// So those that come over this agent's own server, over its cluster, or over the port that it has joined wait for each other: one is
+// answered at a time, and the short ones of others go on beside it. Those of ranks that join this agent wait apart, since their answers
+// wait for the registry. Where a link is to one prefill engine's host, that link waits, see places.
+const (
+	maxLongs     = 256      // that wait
+	maxLongBytes = 16 << 20 // of all that wait; one request may wait however long it is
+)
+
+// longs are the long requests that wait. Their owners take turns: each has one answered in a round. What comes is for the next round or
+// a later one, so that new owners without an end keep none out; in a round those of whom nothing waited go first. If there is no room,
+// the newest of the owner with the most bytes gives way to an owner that has fewer. A request that gives way gets no answer: to its asker
+// it is lost on the way.
+type longs struct {
+	mu        sync.Mutex
+	queue     []*asked // in the order in which they are answered
+	bytes     int
+	of        map[string]int // the bytes that wait, of each owner
+	round     int            // that goes on
+	answering bool
+}
+
+func newLongs() *longs { return &longs{of: map[string]int{}} }
+
+// put has a request wait, and says how many have lost their place: this one, or others that made room for it. starts: nobody answers
+// them at this moment, so the caller does.
+func (q *longs) put(v *asked) (dropped int, starts bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	owner, size := ownerOf(v.from), v.m.Size()
+	dropped, ok := q.makeRoom(owner, size)
+	if !ok {
+		return 1, false
+	}
+	v.round, v.again = q.round+1, false
+	if last := newest(q.queue, owner); last >= 0 && !fault.On("bus-longs-in-order") {
+		v.round, v.again = q.queue[last].round+1, true
+	}
+	at := len(q.queue)
+	for at > 0 && v.before(q.queue[at-1]) {
+		at--
+	}
+	q.queue = slices.Insert(q.queue, at, v)
+	q.bytes += size
+	q.of[owner] += size
+	starts, q.answering = !q.answering, true
+	return dropped, starts
+}
+
+// before says whether a long request is answered before one that came earlier.
+func (v *asked) before(earlier *asked) bool {
+	return v.round < earlier.round || v.round == earlier.round && !v.again && earlier.again
+}
+
+// makeRoom drops what gives way to an owner's next request, and says how many that are. If all that would give way is not enough, it
+// drops none, and ok is false. q.mu is held.
+func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
+	queue, bytes, of := q.queue, q.bytes, q.of
+	for len(queue) >= maxLongs || len(queue) > 0 && bytes+size > maxLongBytes {
+		greediest := ""
+		for o, n := range of {
+			if n > of[greediest] {
+				greediest = o
+			}
+		}
+		if of[greediest] <= of[owner]+size {
+			return 0, false
+		}
+		if dropped == 0 {
+			queue, of = slices.Clone(queue), maps.Clone(of)
+		}
+		i := newest(queue, greediest)
+		bytes = less(of, bytes, queue[i])
+		queue = slices.Delete(queue, i, i+1)
+		dropped++
+	}
+	q.queue, q.bytes, q.of = queue, bytes, of
+	return dropped, true
+}
+
+// newest is the place of an owner's newest request; -1 if it has none.
+func newest(queue []*asked, owner string) int {
+	for i, v := range slices.Backward(queue) {
+		if ownerOf(v.from) == owner {
+			return i
+		}
+	}
+	return -1
+}
+
+// less takes a request's bytes away from its owner's, and says how many are left of all.
+func less(of map[string]int, bytes int, v *asked) (left int) {
+	owner, size := ownerOf(v.from), v.m.Size()
+	if of[owner] -= size; of[owner] == 0 {
+		delete(of, owner)
+	}
+	return bytes - size
+}
+
+// next is the request to answer; nil if none waits: then the caller answers them no more.
+func (q *longs) next() *asked {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if len(q.queue) == 0 {
+		q.answering, q.queue = false, nil
+		return nil
+	}
+	v := q.queue[0]
+	q.queue[0] = nil
+	q.queue = q.queue[1:]
+	q.round = v.round
+	q.bytes = less(q.of, q.bytes, v)
+	return v
+}
+
+// unanswered counts those that wait, with the one that is being answered.
+func (q *longs) unanswered() (n int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if n = len(q.queue); q.answering {
+		n++
+	}
+	return n
+}
+
+// waits says whether a request waits for other long ones.
+func (l *link) waits(v *asked) bool {
+	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-longs-at-once")
+}
+
+// longCame takes a long request, which is unsealed.
+func (b *Bus) longCame(v asked) {
+	q := b.longs
+	if strings.HasPrefix(v.m.Subject, joinRoot) {
+		q = b.longJoins
+	}
+	dropped, starts := q.put(&v)
+	if dropped > 0 && v.link.seals != nil {
+		v.link.seals.crowded.Add(int64(dropped))
+	}
+	if dropped > 0 {
+		b.log.Sugar().Debugf("natsbus: no answer over %s to long requests, of %s or of who asks more: too many wait", v.link.name, v.from)
+	}
+	if starts && !b.spawn("natsbus.longs", func() { b.answerLongs(q) }) {
+		b.refuseLongs(q)
+	}
+}
+
+// answerLongs answers the long requests that wait, one after the other, until there is none.
+func (b *Bus) answerLongs(q *longs) {
+	for b.ctx.Err() == nil {
+		v := q.next()
+		if v == nil {
+			return
+		}
+		func() {
+			defer safe.Recover("natsbus.longs")
+			b.answer(v, b.handle(v.link, v.from, v.m))
+		}()
+	}
+	b.refuseLongs(q)
+}
+
+// refuseLongs tells all who wait that this agent is closing.
+func (b *Bus) refuseLongs(q *longs) {
+	for v := q.next(); v != nil; v = q.next() {
+		b.answer(v, refuse("agent %s is closing", v.link.id))
+	}
+}

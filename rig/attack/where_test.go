@@ -1,0 +1,248 @@
+package attack
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/natsbus"
+	"github.com/kvconn/kvconn/rig/nettest"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// meeting is where the agents of an attack meet, and what lets them in.
+type meeting struct {
+	name    string
+	cluster bool   // at a NATS server, else at prefill's own port
+	nkeys   bool   // with examples/nats/kvconn.conf
+	token   string // "": none
+	tls     bool
+}
+
+// meetings are all of them. Files with attacks at each begin with "where": they run in the minute before TestMemoryComesBack.
+var meetings = []meeting{
+	{name: "port"},
+	{name: "port-token-tls", token: "a-token-0123456789", tls: true},
+	{name: "cluster-token", cluster: true, token: "right"},
+	{name: "cluster-nkeys", cluster: true, nkeys: true},
+	{name: "cluster-nkeys-tls", cluster: true, nkeys: true, tls: true},
+}
+
+// scene is a meeting of a test.
+type scene struct {
+	*testing.T
+	meeting
+	server            *nettest.NATSServer // nil: prefill's own port
+	authority         *nettest.Authority  // nil without TLS
+	cert, key         string
+	prefill, decode   natsKey // of honest engines
+	hostileP, hostile natsKey // of the attacker's: a prefill and a decode engine
+}
+
+// everywhere makes an attack at each meeting.
+func everywhere(t *testing.T, attack func(s *scene)) {
+	for _, m := range meetings {
+		t.Run(m.name, func(t *testing.T) { attack(newScene(t, m)) })
+	}
+}
+
+// atBoth makes an attack at a port and in a cluster: it takes longer, and is the same wherever its messages come from.
+func atBoth(t *testing.T, attack func(s *scene)) {
+	for _, m := range meetings {
+		if m.name == "port" || m.name == "cluster-nkeys" {
+			t.Run(m.name, func(t *testing.T) { attack(newScene(t, m)) })
+		}
+	}
+}
+
+func newScene(t *testing.T, m meeting) *scene {
+	t.Helper()
+	s := &scene{T: t, meeting: m}
+	var args []string
+	if m.tls {
+		s.authority = nettest.NewAuthority(t)
+		s.cert, s.key = s.authority.Issue(time.Now().Add(time.Hour), "127.0.0.1")
+		args = append(args, "--tls", "--tlscert", s.cert, "--tlskey", s.key)
+	}
+	if m.nkeys {
+		s.prefill, s.decode, s.hostileP, s.hostile = newNATSKey(t), newNATSKey(t), newNATSKey(t), newNATSKey(t)
+		prefills, decodes := []string{s.prefill.public, s.hostileP.public}, []string{s.decode.public, s.hostile.public}
+		args = append(args, "-c", nettest.ClusterOf(t, prefills, decodes))
+	} else if m.token != "" {
+		args = append(args, "--auth", m.token)
+	}
+	if m.cluster {
+		s.server = nettest.NewNATS(t, args...)
+	}
+	return s
+}
+
+// url is the NATS server's; "" if there is none.
+func (s *scene) url() string {
+	switch {
+	case s.server == nil:
+		return ""
+	case s.tls:
+		return "tls://" + s.server.Addr()
+	}
+	return s.server.URL()
+}
+
+// config is an honest agent's. The attacker uses this machine too, so a peer that is slow is not gone.
+func (s *scene) config(role string) map[string]any {
+	c := map[string]any{"role": role, "connect_timeout_s": bound.Seconds(), "peer_timeout_s": 10}
+	if s.cluster {
+		c["nats_url"] = s.url()
+	}
+	if s.cluster && role == "prefill" {
+		c["advertise_host"] = "127.0.0.1"
+	}
+	if s.token != "" {
+		c["nats_token"] = s.token
+	}
+	if s.tls && (s.cluster || role == "decode") {
+		c["tls_ca_file"] = s.authority.File
+	} else if s.tls {
+		c["tls_cert_file"], c["tls_key_file"] = s.cert, s.key
+	}
+	switch {
+	case s.nkeys && role == "prefill":
+		c["nats_nkey_seed_file"] = s.prefill.file
+	case s.nkeys:
+		c["nats_nkey_seed_file"], c["nats_js_prefix"] = s.decode.file, natsRegistry
+	}
+	return c
+}
+
+// start starts an honest agent, with more in its configuration.
+func (s *scene) start(role string, more map[string]any) *victim {
+	s.Helper()
+	return s.startAs(exec.Command(os.Args[0]), "", role, more)
+}
+
+// startAs is start by a command, with blocks as ordered says.
+func (s *scene) startAs(cmd *exec.Cmd, order, role string, more map[string]any) *victim {
+	s.Helper()
+	c := s.config(role)
+	maps.Copy(c, more)
+	return startAs(s.T, cmd, order, c)
+}
+
+// newcomers are decode agents that come while the attack goes on, and load.
+func (s *scene) newcomers(p *victim, when string, n int) *honest {
+	s.Helper()
+	h := &honest{}
+	for i := range n {
+		d := s.start("decode", map[string]any{"engine_id": fmt.Sprint("new", i)})
+		h.load(s.T, p, d, fmt.Sprint(when, i))
+		d.end()
+	}
+	return h
+}
+
+// rogue is an agent of the attacker's. It proves who it is as agents do, and seals what it says where they do. What it says
+// is the test's.
+type rogue struct {
+	*natsbus.Bus
+	self *natsbus.Identity
+	id   string
+	via  core.Via
+	at   *wire.Agent // what the registry has of the prefill engine that it has found
+}
+
+// options are what the attacker has: all that an engine of its own has, and its key.
+func (s *scene) options(role string) natsbus.Options {
+	s.Helper()
+	o := natsbus.Options{Identity: natsbus.NewIdentity(), ClusterURL: s.url(), Token: s.token, OnlyTLS: s.tls, ConnectTimeout: bound}
+	if s.tls {
+		o.TLS = s.authority.Client()
+	}
+	if !s.nkeys {
+		return o
+	}
+	k := s.hostileP
+	if role == "decode" {
+		k, o.JSPrefix = s.hostile, natsRegistry
+	}
+	seed, err := os.ReadFile(k.file)
+	if err == nil {
+		o.Seed = string(seed)
+		o.Identity, err = natsbus.NewKeyedIdentity(o.Seed)
+	}
+	if err != nil {
+		s.Fatal(err)
+	}
+	return o
+}
+
+// open is an agent of the attacker's.
+func (s *scene) open(o natsbus.Options) *rogue {
+	s.Helper()
+	b, err := natsbus.Open(o)
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), bound)
+		defer cancel()
+		_ = b.Close(ctx) // what it has asked may be on its way still
+	})
+	return &rogue{Bus: b, self: o.Identity, id: string(o.Identity.ID())}
+}
+
+// decoder is a decode agent of the attacker's that has found a prefill engine.
+func (s *scene) decoder(p *victim) *rogue {
+	s.Helper()
+	r := s.open(s.options("decode"))
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	defer cancel()
+	at, via, err := r.Lookup(ctx, core.Target{Bootstrap: p.boot, EngineID: "p0", DPRank: -1})
+	if err != nil {
+		s.Fatal(err)
+	}
+	if at.ID != p.id {
+		s.Fatalf("the registry has agent %s in the place of %s", at.ID, p.id)
+	}
+	r.at, r.via = at, via
+	if s.server == nil { // it shows another id to each port
+		r.id = string(r.self.At(core.AgentID(p.id)).ID())
+	}
+	return r
+}
+
+// met is decoder, after its hello; with the tickets that it got.
+func (s *scene) met(p *victim) (*rogue, []wire.Ticket) {
+	s.Helper()
+	r := s.decoder(p)
+	rep, err := r.ask(p, aHello())
+	if err != nil || rep.Code != 0 || len(rep.Tickets) != 1 {
+		s.Fatalf("its hello: %+v, %v", rep, err)
+	}
+	return r, rep.Tickets
+}
+
+func (r *rogue) ask(p *victim, req *wire.Request) (*wire.Reply, error) {
+	return r.within(bound, p, req)
+}
+
+// within is ask of who waits no longer.
+func (r *rogue) within(d time.Duration, p *victim, req *wire.Request) (*wire.Reply, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), d)
+	defer cancel()
+	return r.Request(ctx, r.via, core.AgentID(p.id), req)
+}
+
+// answer is that of a request that must be answered.
+func (s *scene) answer(r *rogue, p *victim, req *wire.Request) *wire.Reply {
+	s.Helper()
+	rep, err := r.ask(p, req)
+	if err != nil {
+		s.Fatal(err)
+	}
+	return rep
+}
