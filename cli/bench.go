@@ -85,7 +85,7 @@ func (c *benchConfig) flags() *flag.FlagSet {
 	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
 	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
 	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
-	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "TCP connections")
+	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "the most TCP connections, of which as many are used as pay")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
 	fs.BoolVar(&c.encrypt, "encrypt", false, "measure each block size with encrypted streams too, in turn with plain ones; auto is tcp then")

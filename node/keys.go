@@ -77,7 +77,7 @@ func Keys() []KeyGroup {
 			{Name: "transport", Default: viaAuto, Meaning: "`auto`: the first of local (both engines on one host), rdma and tcp that both sides have and that goes between them. `local`, `rdma` or `tcp`: that transport, or an error with the reason. Several with commas, as `rdma,tcp`: the first of them that works."},
 			{Name: "tcp_listen_host", Without: "all addresses", Meaning: "Prefill: the address at which decode engines open their streams."},
 			{Name: "tcp_port", Default: 0, Meaning: "Prefill: the port of those streams; 0 is any free one. A fixed port is for one rank on a host, see [ports](sizing-and-network.md#ports)."},
-			{Name: "tcp_streams", Default: tcp.DefaultStreams, Unit: "connections", Meaning: "Connections to a peer (1 to 64)."},
+			{Name: "tcp_streams", Default: tcp.DefaultStreams, Unit: "connections", Meaning: "The most connections to a peer (1 to 64). As many of them are used as pay between the two hosts: the prefill agent measures that."},
 			{Name: "tcp_encrypt", Default: encryptAuto, Meaning: "Whether tcp's streams are encrypted, see [security](security.md#encryption). `always`; `never`; `auto`: with a token, nkeys, `tls_cert_file`, `tls_ca_file` or a `tls://` cluster, and where the peer must. If one side must and the other never does, tcp does not go between them."},
 			{Name: "require_encryption", Default: false, Meaning: "No KV data leaves the host in the clear: tcp encrypts always, and rdma, which cannot, is not used. local is: its bytes stay in the host's memory."},
 			{Name: "device_ring_bytes", Default: cuda.DefaultRingBytes, Unit: "bytes", Meaning: "Pinned host memory for each GPU that holds regions, through which tcp moves them. An agent without device memory has none."},

@@ -11,6 +11,7 @@ import (
 // count gives a stream its place; s.mu is held.
 func (s *sender) count(st *outStream) {
 	st.peer.open++
+	st.peer.breadth.opened(st.peer.open)
 	s.streams++
 	s.from.Add(st.from, 1)
 }

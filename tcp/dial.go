@@ -27,6 +27,7 @@ type inPeer struct {
 	moved    bool            // bytes came since all streams were broken
 	reading  int             // frames of transfers, by all streams
 	moves    stopwatch.Watch // while there are any
+	opens    int             // the first ones of the slots are opened; P asks for the others
 	slots    []inSlot        // by number
 }
 
@@ -49,9 +50,14 @@ func (p *inPeer) open() bool {
 }
 
 // openAgain ends a stream whose bytes from P do not get through, so that its number is
-// dialled anew; r.mu is held.
-func (p *inPeer) openAgain(number int, attempt uint64) {
+// dialled anew. P also asks so for one more stream than there are; r.mu is held.
+func (r *receiver) openAgain(p *inPeer, number int, attempt uint64) {
 	if number >= len(p.slots) {
+		return
+	}
+	if number == p.opens && attempt == 0 && r.peers[p.id] == p && !r.closed {
+		p.opens++
+		r.dialMissing(p)
 		return
 	}
 	if slot := &p.slots[number]; slot.conn != nil && slot.attempt == attempt {
@@ -96,7 +102,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	}
 	p := r.peers[peer]
 	if p == nil {
-		p = &inPeer{id: peer, slots: make([]inSlot, t.cfg.Streams)}
+		p = &inPeer{id: peer, opens: min(t.cfg.First, t.cfg.Streams), slots: make([]inSlot, t.cfg.Streams)}
 		r.peers[peer] = p
 	}
 	if p.endpoint != endpoint || p.ticket != shown || p.secret != key {
@@ -114,7 +120,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 // stream is replaced, P may think that it lives; r.mu is held.
 func (r *receiver) dialMissing(p *inPeer) {
 	others := p.busy()
-	for n := range p.slots {
+	for n := range p.slots[:p.opens] {
 		slot := &p.slots[n]
 		if slot.busy {
 			continue
@@ -204,7 +210,7 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	if !p.met {
 		p.tries++
 	}
-	hopeful := (p.met || p.tries < maxTries*r.t.cfg.Streams) && !hostile && r.peers[p.id] == p
+	hopeful := (p.met || p.tries < maxTries*p.opens) && !hostile && r.peers[p.id] == p
 	open := p.open()
 	again = slot.wanted && hopeful
 	goesOn := open || p.moved

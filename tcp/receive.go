@@ -247,8 +247,9 @@ func (s *inStream) frame() error {
 	case frameLeave:
 		return errTicket
 	case frameAgain:
+		number, attempt := h.stream()
 		s.r.mu.Lock()
-		s.peer.openAgain(h.stream())
+		s.r.openAgain(s.peer, number, attempt)
 		s.r.mu.Unlock()
 		return nil
 	default:

@@ -31,7 +31,9 @@ type sender struct {
 	from      quota.Counts // the same, by the addresses that they come from
 	patrol    *time.Timer  // while there are transfers; see look
 	strangers strangers
-	grace     time.Duration // see returnGrace
+	grace     time.Duration         // see returnGrace
+	measure   time.Duration         // see measureTime
+	rates     func(use int) float64 // in place of what is measured, for tests; nil
 	closed    bool
 }
 
@@ -43,7 +45,9 @@ type outPeer struct {
 	slots   [maxPeerStreams]outSlot // by number
 	open    int                     // streams in them
 	stuck   *outStream              // D is to open it anew; another stream tells D
-	queue   []*outbound             // that have a frame to send; served in turn
+	breadth breadth
+	asks    bool        // D is to open one more
+	queue   []*outbound // that have a frame to send; served in turn
 	byGrant map[random]*outbound
 	wake    *sync.Cond // on sender.mu: the queue has more, or a stream ended
 }
@@ -78,7 +82,7 @@ type outStream struct {
 }
 
 func (s *sender) init(t *Transport) {
-	s.t, s.grace = t, returnGrace
+	s.t, s.grace, s.measure = t, returnGrace, measureTime
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -98,7 +102,7 @@ func (s *sender) admit(peer core.AgentID, sealed bool) ([]byte, error) {
 	}
 	p := s.peers[peer]
 	if p == nil {
-		p = &outPeer{id: peer, ticket: newRandom(), byGrant: map[random]*outbound{}, wake: sync.NewCond(&s.mu)}
+		p = &outPeer{id: peer, ticket: newRandom(), byGrant: map[random]*outbound{}, wake: sync.NewCond(&s.mu), breadth: newBreadth(s.t.cfg.First)}
 		if sealed {
 			p.secret = secret(newRandom())
 		}
@@ -308,6 +312,9 @@ func (s *sender) run(st *outStream) {
 			return
 		}
 		sent, err := s.write(st, out, left)
+		if out != nil {
+			s.wrote(st.peer, sent)
+		}
 		switch {
 		case errors.Is(err, ErrMayCopy): // its blocks are never free: nobody is told that the write has ended
 			s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(out.id)), zap.Error(err))
@@ -354,6 +361,11 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
+		case p.asks:
+			p.asks = false
+			h := again(p.unopened(), 0)
+			st.frame(&h)
+			return nil, headerSize
 		case len(st.rested) > 0:
 			h := header{kind: frameData, key: st.rested[0]}
 			st.rested = st.rested[1:]
@@ -362,7 +374,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
-		case len(p.queue) == 0:
+		case len(p.queue) == 0 || !p.uses(st):
 			p.wake.Wait()
 		default:
 			if p.queue[0].due() { // else it was given up while it stood in the queue
@@ -376,11 +388,51 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	st.vec, h.position, h.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
 	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
 	st.frame(&h)
+	p.breadth.begins(time.Now())
 	out.frames++
 	if out.left > 0 {
 		p.queue = append(p.queue, out)
 	}
 	return out, headerSize + h.length
+}
+
+// uses says whether a stream is one of those that take frames: the first ones that are open; sender.mu is held.
+func (p *outPeer) uses(st *outStream) bool {
+	before := 0
+	for i := range p.slots[:st.number] {
+		if p.slots[i].stream != nil {
+			before++
+		}
+	}
+	return before < p.breadth.use
+}
+
+// unopened is the first number of which D has opened no stream yet; sender.mu is held.
+func (p *outPeer) unopened() int {
+	return slices.IndexFunc(p.slots[:], func(s outSlot) bool { return s.attempt == 0 })
+}
+
+// wrote counts a frame that has gone.
+func (s *sender) wrote(p *outPeer, bytes uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	rate, measured := p.breadth.ends(time.Now(), bytes, s.measure)
+	if !measured {
+		return
+	}
+	if s.rates != nil {
+		rate = s.rates(p.breadth.use)
+	}
+	found := p.breadth.found
+	other, ask := p.breadth.measured(rate, p.open)
+	// Streams that may not pay must keep out no agent that has none.
+	p.asks = p.asks || ask && p.unopened() > 0 && s.streams < s.t.cfg.MaxStreams/2
+	if other || p.asks {
+		p.wake.Broadcast()
+	}
+	if p.breadth.found != found {
+		s.t.cfg.Logger.Debug("streams in use", zap.String("peer", string(p.id)), zap.Int("streams", p.breadth.found), zap.Int("before", found))
+	}
 }
 
 // frame begins a stream's vector, with a header before what is in it.
