@@ -29,6 +29,7 @@ type receiver struct {
 	// attempts counts the streams that were opened, to all peers, from the time of New on.
 	// So the streams of an agent that opens again under its id are newer too.
 	attempts uint64
+	busy     int // slots of all peers; see inSlot
 	done     doneList
 	redial   time.Duration // see redialAfter
 	closed   bool

@@ -59,6 +59,7 @@ func (c Config) withDefaults() Config {
 	if c.First <= 0 {
 		c.First = FirstStreams
 	}
+	c.First = min(c.First, c.Streams)
 	if c.FrameBytes == 0 {
 		c.FrameBytes = 2 << 20
 	}
