@@ -1,14 +1,10 @@
 package tcp
 
 import (
-	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
-
-	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // curves are rates by the number of streams, from 1 on; the last one is that of all numbers above.
@@ -25,6 +21,8 @@ var curves = map[string]struct {
 
 func rateOf(rates []float64, n int) float64 { return rates[min(n, len(rates))-1] }
 
+const testFrame = 2 << 20
+
 // search is a breadth that measures a curve.
 type search struct {
 	breadth
@@ -33,7 +31,7 @@ type search struct {
 }
 
 func newSearch(first, most int) *search {
-	return &search{newBreadth(first), rand.New(rand.NewPCG(1, 2)), first, most}
+	return &search{newBreadth(first, testFrame), rand.New(rand.NewPCG(1, 2)), first, most}
 }
 
 // goes has it measure a curve, with so much noise, and says how many measurements were of another number than the one found.
@@ -88,57 +86,206 @@ func TestBreadthFollows(t *testing.T) {
 	}
 }
 
-// TestMeasurement: only the time counts in which all streams in use have a frame.
-func TestMeasurement(t *testing.T) {
-	b := newBreadth(2)
-	now := time.Unix(0, 0)
-	const frame = 1 << 20
-	b.begins(now)
-	now = now.Add(time.Hour) // the other has none
-	if _, measured := b.ends(now, frame, measureTime); measured || b.bytes != 0 || b.took != 0 {
-		t.Errorf("a frame by one of two streams: %d bytes in %v", b.bytes, b.took)
-	}
-	b.begins(now)
-	b.begins(now)
-	for i := range 2 * measureFrames {
-		now = now.Add(10 * time.Millisecond)
-		rate, measured := b.ends(now, frame, measureTime)
-		if want := i == 2*measureFrames-1; measured != want || want && rate != frame*100 {
-			t.Fatalf("frame %d: %v, %v", i, rate, measured)
+// TestBreadthOfOne: if there is nothing to compare, D is asked ever less often.
+func TestBreadthOfOne(t *testing.T) {
+	s := newSearch(1, 1)
+	asks := 0
+	for range 4000 {
+		if other, ask := s.measured(1, 1); other {
+			t.Fatalf("%d streams are used, of one", s.use)
+		} else if ask {
+			asks++
 		}
-		now = now.Add(time.Hour) // until it takes the next one
-		b.begins(now)
 	}
-	b.ends(now, frame, time.Hour)
-	b.ends(now, frame, time.Hour)
-	if b.writing != 0 || !b.since.IsZero() {
-		t.Errorf("%d streams write, since %v", b.writing, b.since)
+	if asks < 2 || asks > 10 {
+		t.Errorf("D was asked %d times in 4000 measurements", asks)
 	}
 }
 
-// TestStreamsAreFound: P has D open streams for as long as they pay, and uses no others.
-func TestStreamsAreFound(t *testing.T) {
-	const most, best = 6, 4
-	leaktest.Check(t)
-	p, d := newAgent(t, Config{FrameBytes: 64 << 10, StallTimeout: time.Hour}), newAgent(t, Config{Streams: most, StallTimeout: time.Hour})
-	s := &p.sender
-	s.measure, s.rates = 0, func(use int) float64 { return float64(min(use, best)) }
-	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
-		t.Fatal(err)
+// sees hands over a reading of the round.
+func (b *breadth) sees(at time.Duration, acked uint64, open int) (rate float64, measured bool) {
+	return b.read(b.round, reading{time.Unix(0, 0).Add(at), acked}, open)
+}
+
+// TestMeasurement: what is written first does not count, and what is written after a break does not.
+func TestMeasurement(t *testing.T) {
+	const use = 2
+	b := newBreadth(use, testFrame)
+	at, acked, frames := time.Duration(0), uint64(0), 0
+	write := func() (due bool) {
+		frames++
+		at, acked = at+time.Second, acked+testFrame
+		return b.wrote(testFrame)
 	}
-	state := func() string {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		out := s.peers["d"]
-		return fmt.Sprintf("%d streams open, %d found", out.open, out.breadth.found)
-	}
-	for i := 0; state() != fmt.Sprintf("%d streams open, %d found", best+1, best); i++ {
-		if i == 1000 {
-			t.Fatal(state())
+	writes := func(what string, n int) {
+		t.Helper()
+		for i := 1; ; i++ {
+			if due := write(); due != (i == n) {
+				t.Fatalf("%s: a reading is due after %d frames: %v", what, i, due)
+			} else if due {
+				return
+			}
 		}
-		id := core.TransferID(fmt.Sprint(i))
-		grant := d.expect(t, id, "p", allBlocks(testBlocks))
-		p.Write(core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-		endsWell(t, id, p, d)
+	}
+	settles := func(what string) {
+		t.Helper()
+		at, acked = at+time.Hour, acked+1<<50
+		writes(what, use*settleFrames)
+		if _, measured := b.sees(at, acked, use); measured {
+			t.Fatalf("%s: that is measured", what)
+		}
+	}
+	settles("at first")
+	writes("the first piece", use*pieceFrames)
+	if b.wrote(1 << 40) {
+		t.Fatal("two readings at once")
+	}
+	b.sees(at, acked, use)
+	b.wrote(testFrame)
+	b.breaks()
+	settles("after a break")
+	writes("a piece that breaks while it is read", use*pieceFrames)
+	round := b.round
+	b.breaks()
+	b.read(round, reading{time.Unix(0, 0).Add(time.Hour), 1 << 60}, use)
+	settles("after that")
+	for i := 1; i < measurePieces; i++ {
+		writes("a piece", use*pieceFrames)
+		rate, measured := b.sees(at, acked, use)
+		if want := i == measurePieces-1; measured != want || want && rate != testFrame {
+			t.Fatalf("piece %d: %v, %v", i, rate, measured)
+		}
+	}
+}
+
+// TestBreadthOfFewer: D may come back with fewer streams than P has found. Those are used, and more are sought; those that come
+// back are used again.
+func TestBreadthOfFewer(t *testing.T) {
+	b := newBreadth(6, testFrame)
+	settle := func(open int) {
+		for !b.wrote(testFrame) {
+		}
+		b.sees(time.Hour, 0, open)
+	}
+	settle(6)
+	if b.use != 6 {
+		t.Fatalf("%d of 6 streams are used", b.use)
+	}
+	b.breaks()
+	settle(2)
+	if b.use != 2 || b.found != 2 {
+		t.Errorf("%d of 2 streams are used, %d found", b.use, b.found)
+	}
+	b.breaks()
+	settle(0)
+	for open := 3; open <= 8; open++ {
+		if b.opened(open); b.use != min(open, 6) {
+			t.Errorf("%d of %d streams are used", b.use, open)
+		}
+	}
+	b.breaks()
+	settle(4)
+	s := search{b, rand.New(rand.NewPCG(1, 2)), 4, 8}
+	if s.goes(t, []float64{1, 2, 3, 4, 5, 6, 7, 8}, 0, 1000); s.found != 8 {
+		t.Errorf("%d streams are found, want 8", s.found)
+	}
+}
+
+// link is a way of a fixed rate for all streams together, between buffers of each stream at P and at D.
+type link struct {
+	sends, takes float64   // bytes of the buffers
+	held         []float64 // by the buffers of each stream
+	went         float64
+}
+
+const linkRate = 1 << 30 // bytes a second
+
+// passes is the link's work in a time.
+func (l *link) passes(dt time.Duration) {
+	for left := linkRate * dt.Seconds(); left > 1; {
+		var busy []int
+		for i, held := range l.held {
+			if held > 0 {
+				busy = append(busy, i)
+			}
+		}
+		if len(busy) == 0 {
+			return
+		}
+		share, took := left/float64(len(busy)), 0.0
+		for _, i := range busy {
+			n := min(share, l.held[i])
+			l.held[i] -= n
+			took += n
+		}
+		l.went += took
+		left -= took
+	}
+}
+
+// fills says how many bytes a stream takes at once.
+func (l *link) fills(stream int) float64 {
+	n := l.sends + l.takes - l.held[stream]
+	l.held[stream] += n
+	return n
+}
+
+// acked is what D's kernel has acknowledged: what has passed, and what is in D's buffers.
+func (l *link) acked() uint64 {
+	acked := l.went
+	for _, held := range l.held {
+		acked += min(held, l.takes)
+	}
+	return uint64(acked)
+}
+
+// TestBuffersDoNotPay: a link that one stream fills gets no second one, though the buffers of a stream that has rested take
+// bytes at the speed of memory.
+func TestBuffersDoNotPay(t *testing.T) {
+	for name, l := range map[string]link{
+		"buffers of Linux": {sends: 4 << 20, takes: 6 << 20},
+		"buffers at P":     {sends: 10 << 20},
+		"buffers at D":     {takes: 10 << 20},
+		"small buffers":    {sends: 1 << 20, takes: 1 << 20},
+	} {
+		for what, transfer := range map[string]float64{"one transfer": 1 << 60, "200 MiB at a time": 200 << 20} { // with a rest between them
+			t.Run(name+", "+what, func(t *testing.T) {
+				l := l
+				l.held = make([]float64, 9)
+				s, now := newSearch(FirstStreams, 8), time.Duration(0)
+				var frames, left float64
+				for left = transfer; now < 20*time.Minute; now += time.Millisecond {
+					for i := range s.use {
+						n := l.fills(i)
+						frames, left = frames+n, left-n
+						for ; frames >= testFrame; frames -= testFrame {
+							if !s.wrote(testFrame) {
+								continue
+							}
+							rate, measured := s.sees(now, l.acked(), s.open)
+							if !measured {
+								continue
+							}
+							if _, ask := s.measured(rate, s.open); ask && s.open < s.most {
+								s.open++
+								s.opened(s.open)
+							}
+						}
+					}
+					l.passes(time.Millisecond)
+					if s.found > FirstStreams {
+						t.Fatalf("%d streams are found after %v", s.found, now)
+					}
+					if left <= 0 {
+						s.breaks()
+						l.passes(time.Second)
+						now, left = now+time.Second, transfer
+					}
+				}
+				if s.found != 1 {
+					t.Errorf("%d streams are found", s.found)
+				}
+			})
+		}
 	}
 }

@@ -31,9 +31,8 @@ type sender struct {
 	from      quota.Counts // the same, by the addresses that they come from
 	patrol    *time.Timer  // while there are transfers; see look
 	strangers strangers
-	grace     time.Duration         // see returnGrace
-	measure   time.Duration         // see measureTime
-	rates     func(use int) float64 // in place of what is measured, for tests; nil
+	grace     time.Duration              // see returnGrace
+	meter     func([]*outStream) reading // see meter
 	closed    bool
 }
 
@@ -83,7 +82,7 @@ type outStream struct {
 }
 
 func (s *sender) init(t *Transport) {
-	s.t, s.grace, s.measure = t, returnGrace, measureTime
+	s.t, s.grace, s.meter = t, returnGrace, meter
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -103,7 +102,8 @@ func (s *sender) admit(peer core.AgentID, sealed bool) ([]byte, error) {
 	}
 	p := s.peers[peer]
 	if p == nil {
-		p = &outPeer{id: peer, ticket: newRandom(), byGrant: map[random]*outbound{}, wake: sync.NewCond(&s.mu), breadth: newBreadth(s.t.cfg.First)}
+		p = &outPeer{id: peer, ticket: newRandom(), byGrant: map[random]*outbound{}, wake: sync.NewCond(&s.mu)}
+		s.finds(p)
 		if sealed {
 			p.secret = secret(newRandom())
 		}
@@ -316,9 +316,11 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 			}
 		case p.asks:
 			p.asks = false
-			h := again(p.unopened(), 0)
-			st.frame(&h)
-			return nil, headerSize
+			if n := p.unopened(); n > 0 {
+				h := again(n, 0)
+				st.frame(&h)
+				return nil, headerSize
+			}
 		case len(st.rested) > 0:
 			h := header{kind: frameData, key: st.rested[0]}
 			st.rested = st.rested[1:]
@@ -327,7 +329,10 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
-		case len(p.queue) == 0 || !p.uses(st):
+		case !p.uses(st):
+			p.wake.Wait()
+		case len(p.queue) == 0:
+			p.breadth.breaks()
 			p.wake.Wait()
 		default:
 			if p.queue[0].due() { // else it was given up while it stood in the queue
@@ -341,51 +346,11 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	st.vec, h.position, h.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
 	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
 	st.frame(&h)
-	p.breadth.begins(time.Now())
 	out.frames++
 	if out.left > 0 {
 		p.queue = append(p.queue, out)
 	}
 	return out, headerSize + h.length
-}
-
-// uses says whether a stream is one of those that take frames: the first ones that are open; sender.mu is held.
-func (p *outPeer) uses(st *outStream) bool {
-	before := 0
-	for i := range p.slots[:st.number] {
-		if p.slots[i].stream != nil {
-			before++
-		}
-	}
-	return before < p.breadth.use
-}
-
-// unopened is the first number of which D has opened no stream yet; sender.mu is held.
-func (p *outPeer) unopened() int {
-	return slices.IndexFunc(p.slots[:], func(s outSlot) bool { return s.attempt == 0 })
-}
-
-// wrote counts a frame that has gone.
-func (s *sender) wrote(p *outPeer, bytes uint64) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	rate, measured := p.breadth.ends(time.Now(), bytes, s.measure)
-	if !measured {
-		return
-	}
-	if s.rates != nil {
-		rate = s.rates(p.breadth.use)
-	}
-	found := p.breadth.found
-	other, ask := p.breadth.measured(rate, p.open)
-	// Streams that may not pay must keep out no agent that has none.
-	p.asks = p.asks || ask && p.unopened() > 0 && s.streams < s.t.cfg.MaxStreams/2
-	if other || p.asks {
-		p.wake.Broadcast()
-	}
-	if p.breadth.found != found {
-		s.t.cfg.Logger.Debug("streams in use", zap.String("peer", string(p.id)), zap.Int("streams", p.breadth.found), zap.Int("before", found))
-	}
 }
 
 // frame begins a stream's vector, with a header before what is in it.
