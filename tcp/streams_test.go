@@ -152,12 +152,20 @@ func TestShutStreamIsNotUsed(t *testing.T) {
 	until(t, "both streams are open", func() bool { return p.streams() == 2 })
 	p.Write(core.WriteOp{ID: "good", Peer: "d", Grant: good[:], Pairs: p.pairs(t, oneBlock(half))})
 	p.asksThrough(rests, "d", 2) // it has seen the write, and waits
+	p.sender.mu.Lock()
+	round := p.sender.peers["d"].breadth.round
+	p.sender.mu.Unlock()
 	if n, err := io.Copy(io.Discard, shut); err != nil || n >= half*testBlock {
 		t.Fatalf("%d bytes, %v", n, err)
 	}
 	if h := rests.next(); h.kind != frameData || h.key != good {
 		t.Fatalf("told %+v", h)
 	}
+	p.sender.mu.Lock()
+	if now := p.sender.peers["d"].breadth.round; now <= round {
+		t.Errorf("what was written before counts")
+	}
+	p.sender.mu.Unlock()
 	wantNamed(t, p.sink.Wait("written", "bad", 1).Err, `region "r" cannot be read`)
 }
 
@@ -171,25 +179,33 @@ func TestSearchBeginsAnew(t *testing.T) {
 		conns[i].say(p.hello(t, "d", i, uint64(1+i), 0))
 	}
 	until(t, "all are open", func() bool { return p.streams() == 4 })
-	state := func() (found, unopened int) {
+	state := func() (found, unopened, round int) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
 		d := p.sender.peers["d"]
-		return d.breadth.found, d.unopened()
+		return d.breadth.found, d.unopened(), d.breadth.round
 	}
 	p.sender.mu.Lock()
 	p.sender.peers["d"].breadth.finds(4)
 	p.sender.mu.Unlock()
+	_, _, before := state()
 	conns[2].Close()
 	until(t, "one has ended", func() bool { return p.streams() == 3 })
-	if found, unopened := state(); found != 4 || unopened != 2 {
-		t.Errorf("%d streams are found, the first that is not open is %d", found, unopened)
+	found, unopened, round := state()
+	if found != 4 || unopened != 2 || round <= before {
+		t.Errorf("%d streams are found, the first that is not open is %d, round %d, before %d", found, unopened, round, before)
+	}
+	conns = append(conns, dial(t, p))
+	conns[4].say(p.hello(t, "d", 2, 5, 0))
+	until(t, "it is open again", func() bool { return p.streams() == 4 })
+	if _, unopened, last := state(); unopened != 4 || last <= round {
+		t.Errorf("the first stream that is not open is %d, round %d, before %d", unopened, last, round)
 	}
 	for _, c := range conns {
 		c.Close()
 	}
 	until(t, "all have ended", func() bool { return p.streams() == 0 })
-	if found, unopened := state(); found != FirstStreams || unopened != 0 {
+	if found, unopened, _ := state(); found != FirstStreams || unopened != 0 {
 		t.Errorf("%d streams are found, the first that is not open is %d", found, unopened)
 	}
 	p.sender.mu.Lock()
@@ -201,5 +217,52 @@ func TestSearchBeginsAnew(t *testing.T) {
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, oneBlock(0))})
 	if h := c.next(); h.kind != frameData {
 		t.Errorf("told %+v", h)
+	}
+}
+
+// TestRestDoesNotCount: when a stream has nothing to send, what was written since the last reading counts no more, and buffers are
+// filled anew before anything counts.
+func TestRestDoesNotCount(t *testing.T) {
+	leaktest.Check(t)
+	const blocks, block, frame = 256, 16 << 10, 4 << 10
+	p, d := newSizedAgent(t, Config{First: 1, FrameBytes: frame}, blocks, block), newSizedAgent(t, Config{Streams: 1}, blocks, block)
+	read := false
+	p.sender.meter = func([]*outStream) reading {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		read = true
+		return reading{}
+	}
+	p.paint()
+	start(t, p, d, p.Endpoint(), "t", allBlocks(blocks))
+	endsWell(t, "t", p, d)
+	until(t, "the stream waits", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		b := &p.sender.peers["d"].breadth
+		return read && !b.settled && b.written == 0
+	})
+}
+
+// TestMeter: a reading has what D's kernel has acknowledged on all streams.
+func TestMeter(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{First: 1})
+	for i := range 2 {
+		dial(t, p).say(p.hello(t, "d", i, uint64(1+i), 0))
+	}
+	until(t, "both streams are open", func() bool { return p.streams() == 2 })
+	p.sender.mu.Lock()
+	streams := p.sender.peers["d"].usable()
+	p.sender.mu.Unlock()
+	before := meter(streams)
+	for i, st := range streams {
+		if _, err := st.conn.Write(make([]byte, 1000*(i+1))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	until(t, "3000 bytes are acknowledged", func() bool { return meter(streams).acked == before.acked+3000 })
+	if now := meter(streams); !now.at.After(before.at) {
+		t.Errorf("read at %v and at %v", before.at, now.at)
 	}
 }
