@@ -59,8 +59,8 @@ func TestStreamsAreFound(t *testing.T) {
 					if open > c.open || b.found > max(c.found, p.cfg.First) {
 						t.Fatalf("%d streams are open, want %d; %d are found, want %d", open, c.open, b.found, c.found)
 					}
-					if open == c.open && b.found == c.found && b.pause == longestPause {
-						return
+					if open == c.open && b.found == c.found && b.pause >= 8*shortestPause {
+						return // three trials have changed nothing
 					}
 					if time.Now().After(until) {
 						t.Fatalf("%d streams are open, want %d: %+v", open, c.open, b)
@@ -143,14 +143,14 @@ func TestShutStreamIsNotUsed(t *testing.T) {
 	shut, rests := dial(t, p), dial(t, p)
 	shut.say(p.hello(t, "d", 0, 1, 0))
 	until(t, "the first stream is open", func() bool { return p.streams() == 1 })
-	bad, good := newRandom(), newRandom()
+	bad, good, behind := newRandom(), newRandom(), [][]core.BlockID{allBlocks(testBlocks)[0][half:]}
 	p.Write(core.WriteOp{ID: "bad", Peer: "d", Grant: bad[:], Pairs: p.pairs(t, allBlocks(half))})
 	if h := shut.next(); h.key != bad || h.length != half*testBlock {
 		t.Fatalf("told %+v", h)
 	}
 	rests.say(p.hello(t, "d", 1, 2, 0))
 	until(t, "both streams are open", func() bool { return p.streams() == 2 })
-	p.Write(core.WriteOp{ID: "good", Peer: "d", Grant: good[:], Pairs: p.pairs(t, oneBlock(half))})
+	p.Write(core.WriteOp{ID: "good", Peer: "d", Grant: good[:], Pairs: p.pairs(t, behind)})
 	p.asksThrough(rests, "d", 2) // it has seen the write, and waits
 	p.sender.mu.Lock()
 	round := p.sender.peers["d"].breadth.round
@@ -172,40 +172,47 @@ func TestShutStreamIsNotUsed(t *testing.T) {
 // TestSearchBeginsAnew: when a decode agent has no stream any more, it may have forgotten P, and P its streams.
 func TestSearchBeginsAnew(t *testing.T) {
 	leaktest.Check(t)
-	p := newAgent(t, Config{})
+	const streams = 4
+	p := newAgent(t, Config{First: streams, FrameBytes: testBlocks * testBlock / streams, StallTimeout: time.Hour, DialTimeout: time.Hour})
 	var conns []*rawConn
-	for i := range 4 {
+	for i := range streams {
 		conns = append(conns, dial(t, p))
 		conns[i].say(p.hello(t, "d", i, uint64(1+i), 0))
 	}
-	until(t, "all are open", func() bool { return p.streams() == 4 })
+	grant := newRandom()
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	until(t, "each has a frame, of more bytes than its buffers hold", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return p.sender.byID["t"].frames == streams
+	})
 	state := func() (found, unopened, round int) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
 		d := p.sender.peers["d"]
 		return d.breadth.found, d.unopened(), d.breadth.round
 	}
-	p.sender.mu.Lock()
-	p.sender.peers["d"].breadth.finds(4)
-	p.sender.mu.Unlock()
 	_, _, before := state()
 	conns[2].Close()
-	until(t, "one has ended", func() bool { return p.streams() == 3 })
+	until(t, "one has ended", func() bool { return p.streams() == streams-1 })
 	found, unopened, round := state()
-	if found != 4 || unopened != 2 || round <= before {
+	if found != streams || unopened != 2 || round <= before {
 		t.Errorf("%d streams are found, the first that is not open is %d, round %d, before %d", found, unopened, round, before)
 	}
 	conns = append(conns, dial(t, p))
 	conns[4].say(p.hello(t, "d", 2, 5, 0))
-	until(t, "it is open again", func() bool { return p.streams() == 4 })
+	until(t, "it is open again", func() bool { return p.streams() == streams })
 	if _, unopened, last := state(); unopened != 4 || last <= round {
 		t.Errorf("the first stream that is not open is %d, round %d, before %d", unopened, last, round)
 	}
+	p.sender.mu.Lock()
+	p.sender.peers["d"].breadth.finds(6)
+	p.sender.mu.Unlock()
 	for _, c := range conns {
 		c.Close()
 	}
 	until(t, "all have ended", func() bool { return p.streams() == 0 })
-	if found, unopened, _ := state(); found != FirstStreams || unopened != 0 {
+	if found, unopened, _ := state(); found != streams || unopened != 0 {
 		t.Errorf("%d streams are found, the first that is not open is %d", found, unopened)
 	}
 	p.sender.mu.Lock()
@@ -213,8 +220,8 @@ func TestSearchBeginsAnew(t *testing.T) {
 	p.sender.mu.Unlock()
 	c := dial(t, p)
 	c.say(p.hello(t, "d", 1, 9, 0))
-	grant := newRandom()
-	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, oneBlock(0))})
+	more := newRandom()
+	p.Write(core.WriteOp{ID: "u", Peer: "d", Grant: more[:], Pairs: p.pairs(t, oneBlock(0))})
 	if h := c.next(); h.kind != frameData {
 		t.Errorf("told %+v", h)
 	}
