@@ -56,7 +56,7 @@ type benchResult struct {
 	Iperf3     *float64 `json:"iperf3_gb_per_s"`
 	Encrypted  *float64 `json:"encrypted_median_gb_per_s,omitempty"`
 
-	// By tcp: a bare loop of writev and readv over the same blocks in the same run, on as many connections; the median of
+	// By tcp: a bare loop of writev and readv over the same blocks in the same run, on --streams connections; the median of
 	// the rounds' ratios to it; processor seconds of both sides for 10⁹ bytes.
 	Bare     *float64 `json:"bare_loop_gb_per_s,omitempty"`
 	BarePart *float64 `json:"ratio_to_bare_loop,omitempty"`
@@ -85,7 +85,7 @@ func (c *benchConfig) flags() *flag.FlagSet {
 	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
 	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
 	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
-	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "TCP connections")
+	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "the most TCP connections, of which kvconn uses as many as pay, and the bare loop all")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
 	fs.BoolVar(&c.encrypt, "encrypt", false, "measure each block size with encrypted streams too, in turn with plain ones; auto is tcp then")
@@ -167,7 +167,7 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 				printBeside(out, &r)
 			}
 			if r.Bare != nil {
-				printBare(out, &r)
+				printBare(out, &r, c.streams)
 			}
 			if r.PerSignal > 0 {
 				fmt.Fprintf(out, "%27s %.1f writes for each doorbell, %.1f for each completion\n", "", r.PerDoorbell, r.PerSignal)
@@ -222,7 +222,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		return r, err
 	}
 	defer local.Free()
-	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Transport: c.transport, QPs: c.qps, Depth: c.depth, Encrypt: encrypt, Shared: c.shared()})
+	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth, Encrypt: encrypt, Shared: c.shared()})
 	if err != nil {
 		return r, err
 	}

@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/internal/synthetic"
 )
 
-// besideTCP measures what tcp is held against: a bare loop of writev and readv over the blocks of each round, on as many
-// connections; and the processor time of both, on both sides.
+// besideTCP measures what tcp is held against: a bare loop of writev and readv over the blocks of each round, on --streams
+// connections; and the processor time of both, on both sides. kvconn uses as many of so many connections as pay.
 type besideTCP struct {
 	rates []float64
 	used  [2][]float64 // processor seconds for 10⁹ bytes: kvconn's, the loop's
@@ -73,7 +73,7 @@ func (b *besideTCP) medians(r *benchResult, rates []float64) {
 }
 
 // printBare is the line below a row of tcp's.
-func printBare(out io.Writer, r *benchResult) {
-	fmt.Fprintf(out, "%27s of the same blocks on as many connections: writev and readv in a bare loop %.2f GB/s (ratio %.2f); processor seconds for 1 GB %.3f, the loop's %.3f (ratio %.2f)\n",
-		"", *r.Bare, *r.BarePart, *r.Used, *r.BareUsed, *r.Used / *r.BareUsed)
+func printBare(out io.Writer, r *benchResult, streams int) {
+	fmt.Fprintf(out, "%27s of the same blocks: on %d connections, of which kvconn uses as many as pay, writev and readv in a bare loop %.2f GB/s (ratio %.2f); processor seconds for 1 GB %.3f, the loop's %.3f (ratio %.2f)\n",
+		"", streams, *r.Bare, *r.BarePart, *r.Used, *r.BareUsed, *r.Used / *r.BareUsed)
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
+	"github.com/kvconn/kvconn/tcp"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -102,7 +103,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 
 	// A transfer stops in the middle; only the streams of its D are held.
 	transfer(t, p, held, "held meets prefill", from)
-	until(t, "all its streams are there", func() bool { return way.Open() == held.cfg.TCPStreams })
+	until(t, "all its streams are there", func() bool { return way.Open() == tcp.FirstStreams })
 	way.Hold(24 * layers * blockBytes / 2)
 	transfer(t, p, free, "free meets prefill", from)
 	large := span(0, 24)

@@ -173,6 +173,7 @@ func (s *sender) enlist(st *outStream, attempt uint64) {
 	st.life, st.end = context.WithCancel(s.t.ctx)
 	s.count(st)
 	slot.attempt, slot.stream = attempt, st
+	p.breadth.opened(len(p.usable()))
 	for _, out := range p.byGrant {
 		s.resume(out, st.number, st.offset)
 		if out.rests() {

@@ -20,7 +20,7 @@ func opener(streams int, frame uint64, stall time.Duration) coretest.RemoteOpene
 // encrypting is the same with streams that are encrypted or not.
 func encrypting(streams int, frame uint64, stall time.Duration, encrypt tcp.Encryption) coretest.RemoteOpener {
 	return func(_ core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
-		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: streams,
+		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: streams, First: streams,
 			FrameBytes: frame, StallTimeout: stall, Encrypt: encrypt}, l, sink)
 	}
 }

@@ -20,6 +20,10 @@ func (s *sender) discount(st *outStream) {
 	st.peer.open--
 	s.streams--
 	s.from.Add(st.from, -1)
+	st.peer.breadth.breaks()
+	if st.peer.open == 0 { // D may have forgotten P, and comes back with as few streams as at first
+		s.finds(st.peer)
+	}
 }
 
 // makeRoom ends a stream for one of a decode agent at an address: one agent or host, or a few, must not keep all others out. It is a

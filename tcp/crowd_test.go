@@ -64,7 +64,7 @@ func TestStreamsOfACrowd(t *testing.T) {
 // an agent that has as few as the one that comes.
 func TestStreamsInUseStay(t *testing.T) {
 	leaktest.Check(t)
-	p := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 16})
+	p := newAgent(t, Config{First: 3, MaxStreams: 4, MaxGreeting: 16})
 	var used []*rawConn
 	for i := range 3 {
 		used = append(used, dial(t, p))

@@ -57,7 +57,7 @@ func openOnDevice(holds func(agent core.AgentID, region int) bool, stall time.Du
 		if err != nil {
 			return nil, err
 		}
-		tr, err := tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: 3, StallTimeout: stall, Mover: d, Encrypt: encrypt}, l, sink)
+		tr, err := tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: 3, First: 3, StallTimeout: stall, Mover: d, Encrypt: encrypt}, l, sink)
 		if err != nil {
 			return nil, errors.Join(err, d.Close())
 		}

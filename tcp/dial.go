@@ -27,6 +27,7 @@ type inPeer struct {
 	moved    bool            // bytes came since all streams were broken
 	reading  int             // frames of transfers, by all streams
 	moves    stopwatch.Watch // while there are any
+	opens    int             // the first ones of the slots are opened; P asks for the others
 	slots    []inSlot        // by number
 }
 
@@ -49,15 +50,29 @@ func (p *inPeer) open() bool {
 }
 
 // openAgain ends a stream whose bytes from P do not get through, so that its number is
-// dialled anew; r.mu is held.
-func (p *inPeer) openAgain(number int, attempt uint64) {
+// dialled anew. Without an attempt P asks for one more stream than there are. D opens it
+// while all its streams are few: they must leave descriptors for other peers. r.mu is held.
+func (r *receiver) openAgain(p *inPeer, number int, attempt uint64) {
 	if number >= len(p.slots) {
+		return
+	}
+	if attempt == 0 {
+		if number == p.opens && r.busy < r.t.cfg.MaxStreams/2 && r.peers[p.id] == p && !r.closed {
+			p.opens++
+			r.dialMissing(p)
+		}
 		return
 	}
 	if slot := &p.slots[number]; slot.conn != nil && slot.attempt == attempt {
 		slot.wanted = true
 		slot.conn.Close()
 	}
+}
+
+// rests says that a stream is not dialled again; r.mu is held.
+func (r *receiver) rests(slot *inSlot) {
+	slot.busy = false
+	r.busy--
 }
 
 func (p *inPeer) closeAll() {
@@ -96,7 +111,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	}
 	p := r.peers[peer]
 	if p == nil {
-		p = &inPeer{id: peer, slots: make([]inSlot, t.cfg.Streams)}
+		p = &inPeer{id: peer, opens: t.cfg.First, slots: make([]inSlot, t.cfg.Streams)}
 		r.peers[peer] = p
 	}
 	if p.endpoint != endpoint || p.ticket != shown || p.secret != key {
@@ -114,12 +129,13 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 // stream is replaced, P may think that it lives; r.mu is held.
 func (r *receiver) dialMissing(p *inPeer) {
 	others := p.busy()
-	for n := range p.slots {
+	for n := range p.slots[:p.opens] {
 		slot := &p.slots[n]
 		if slot.busy {
 			continue
 		}
 		slot.busy = true
+		r.busy++
 		pause := time.Duration(0)
 		if others {
 			pause = time.Until(slot.retryAt)
@@ -198,13 +214,13 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	slot := &p.slots[n]
 	slot.conn = nil
 	if r.closed {
-		slot.busy = false
+		r.rests(slot)
 		return false, false, nil
 	}
 	if !p.met {
 		p.tries++
 	}
-	hopeful := (p.met || p.tries < maxTries*r.t.cfg.Streams) && !hostile && r.peers[p.id] == p
+	hopeful := (p.met || p.tries < maxTries*p.opens) && !hostile && r.peers[p.id] == p
 	open := p.open()
 	again = slot.wanted && hopeful
 	goesOn := open || p.moved
@@ -224,7 +240,10 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	if again {
 		return true, down, lost
 	}
-	slot.busy = false
+	r.rests(slot)
+	if hostile && open && n == p.opens-1 && n >= r.t.cfg.First { // P refuses what it has asked for
+		p.opens--
+	}
 	busy := p.busy()
 	down = down || !busy && !p.met
 	slot.retryAt = time.Now().Add(r.redial)

@@ -79,7 +79,7 @@ func TestMemoryThatIsNotThere(t *testing.T) {
 						const bad, n = 7, 24
 						cfg := Config{Streams: 1, StallTimeout: time.Hour, Encrypt: encrypt}
 						if at == 4<<10 { // a frame of it is on each stream
-							cfg.Streams, cfg.FrameBytes = 3, testBlock/8
+							cfg.Streams, cfg.First, cfg.FrameBytes = 3, 3, testBlock/8
 						}
 						p, d := newSizedAgent(t, cfg, n, testBlock), newSizedAgent(t, cfg, n, testBlock)
 						p.paint()

@@ -73,7 +73,8 @@ func (k random) derive(what string, of []byte) random {
 	return random(mac.Sum(nil)[:len(k)])
 }
 
-// again asks D to open a stream anew, because P's bytes do not get through it.
+// again asks D to open a stream anew, because P's bytes do not get through it, or to open one
+// that D has not opened yet (attempt 0).
 func again(number int, attempt uint64) header {
 	return header{kind: frameAgain, length: attempt<<numberBits | uint64(number)}
 }

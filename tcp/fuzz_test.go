@@ -48,9 +48,10 @@ func FuzzReceiver(f *testing.F) {
 	f.Add(marked(header{kind: frameData, position: ^uint64(0), length: 2}))
 	f.Add(frameBytes(header{kind: frameLeave}))
 	f.Add(frameBytes(again(0, 1)))
+	f.Add(bytes.Join([][]byte{frameBytes(again(1, 0)), frameBytes(again(2, 0)), first, half, frameBytes(again(3, 0)), second, half}, nil))
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, in []byte) {
-		d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
+		d := newSizedAgent(t, Config{Streams: 3, First: 1, StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
 		d.receiver.redial = time.Millisecond
 		p := fakeSender(t, d, "p")
 		grant := d.expect(t, "t", "p", fuzzDst)

@@ -50,7 +50,7 @@ func (a *agent) heard(peer core.AgentID, attempts uint64) bool {
 	a.receiver.mu.Lock()
 	defer a.receiver.mu.Unlock()
 	l := a.receiver.peers[peer]
-	return l.moved && !slices.ContainsFunc(l.slots, func(s inSlot) bool { return s.conn == nil || s.attempt <= attempts })
+	return l.moved && !slices.ContainsFunc(l.slots[:l.opens], func(s inSlot) bool { return s.conn == nil || s.attempt <= attempts })
 }
 
 func (a *agent) attempts() uint64 {
@@ -86,7 +86,7 @@ func TestBreaksAtRest(t *testing.T) {
 	for _, streams := range []int{1, 2, 8} {
 		for name, cut := range map[string]func(*nettest.Forwarder){"cut": (*nettest.Forwarder).Cut, "lost": (*nettest.Forwarder).Lose} {
 			t.Run(fmt.Sprint(name, " ", streams), func(t *testing.T) {
-				patient := Config{DialTimeout: bound, StallTimeout: time.Hour, Streams: streams}
+				patient := Config{DialTimeout: bound, StallTimeout: time.Hour, Streams: streams, First: streams}
 				p, d := newSizedAgent(t, patient, blocks, 4096), newSizedAgent(t, patient, blocks, 4096)
 				p.sender.grace = bound
 				d.receiver.redial = redialSoon
@@ -230,7 +230,7 @@ func TestLostInTheMidstOfAPartialOffer(t *testing.T) {
 		"in the last frames": {3, (fronts*steps-1)*(size+headerSize) - 99},
 	} {
 		t.Run(name, func(t *testing.T) {
-			patient := Config{Streams: c.streams, FrameBytes: size, DialTimeout: bound, StallTimeout: time.Hour}
+			patient := Config{Streams: c.streams, First: c.streams, FrameBytes: size, DialTimeout: bound, StallTimeout: time.Hour}
 			p, d := newSizedAgent(t, patient, fronts*steps, size), newSizedAgent(t, patient, fronts*steps, size)
 			p.sender.grace = bound
 			p.paint()

@@ -29,6 +29,7 @@ type receiver struct {
 	// attempts counts the streams that were opened, to all peers, from the time of New on.
 	// So the streams of an agent that opens again under its id are newer too.
 	attempts uint64
+	busy     int // slots of all peers; see inSlot
 	done     doneList
 	redial   time.Duration // see redialAfter
 	closed   bool
@@ -247,8 +248,9 @@ func (s *inStream) frame() error {
 	case frameLeave:
 		return errTicket
 	case frameAgain:
+		number, attempt := h.stream()
 		s.r.mu.Lock()
-		s.peer.openAgain(h.stream())
+		s.r.openAgain(s.peer, number, attempt)
 		s.r.mu.Unlock()
 		return nil
 	default:

@@ -29,7 +29,7 @@ func TestStreamsThatOnlyDLost(t *testing.T) {
 		"eight streams":    {8, 20*frame + 77},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p, d := newAgent(t, Config{FrameBytes: frame, StallTimeout: time.Hour}), newAgent(t, Config{Streams: c.streams, StallTimeout: time.Hour})
+			p, d := newAgent(t, Config{FrameBytes: frame, First: c.streams, StallTimeout: time.Hour}), newAgent(t, Config{Streams: c.streams, First: c.streams, StallTimeout: time.Hour})
 			for i := range p.mem {
 				p.mem[i] = byte(i*7 + i>>12)
 			}

@@ -31,7 +31,8 @@ type sender struct {
 	from      quota.Counts // the same, by the addresses that they come from
 	patrol    *time.Timer  // while there are transfers; see look
 	strangers strangers
-	grace     time.Duration // see returnGrace
+	grace     time.Duration              // see returnGrace
+	meter     func([]*outStream) reading // see meter
 	closed    bool
 }
 
@@ -43,7 +44,9 @@ type outPeer struct {
 	slots   [maxPeerStreams]outSlot // by number
 	open    int                     // streams in them
 	stuck   *outStream              // D is to open it anew; another stream tells D
-	queue   []*outbound             // that have a frame to send; served in turn
+	breadth breadth
+	asks    bool        // D is to open one more
+	queue   []*outbound // that have a frame to send; served in turn
 	byGrant map[random]*outbound
 	wake    *sync.Cond // on sender.mu: the queue has more, or a stream ended
 }
@@ -79,7 +82,7 @@ type outStream struct {
 }
 
 func (s *sender) init(t *Transport) {
-	s.t, s.grace = t, returnGrace
+	s.t, s.grace, s.meter = t, returnGrace, meter
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -100,6 +103,7 @@ func (s *sender) admit(peer core.AgentID, sealed bool) ([]byte, error) {
 	p := s.peers[peer]
 	if p == nil {
 		p = &outPeer{id: peer, ticket: newRandom(), byGrant: map[random]*outbound{}, wake: sync.NewCond(&s.mu)}
+		s.finds(p)
 		if sealed {
 			p.secret = secret(newRandom())
 		}
@@ -261,6 +265,9 @@ func (s *sender) run(st *outStream) {
 			return
 		}
 		sent, err := s.write(st, out, left)
+		if out != nil {
+			s.wrote(st.peer, sent)
+		}
 		switch {
 		case errors.Is(err, ErrMayCopy): // its blocks are never free: nobody is told that the write has ended
 			s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(out.id)), zap.Error(err))
@@ -307,6 +314,13 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
+		case p.asks:
+			p.asks = false
+			if n := p.unopened(); n > 0 {
+				h := again(n, 0)
+				st.frame(&h)
+				return nil, headerSize
+			}
 		case len(st.rested) > 0:
 			h := header{kind: frameData, key: st.rested[0]}
 			st.rested = st.rested[1:]
@@ -315,7 +329,10 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
+		case !p.uses(st):
+			p.wake.Wait()
 		case len(p.queue) == 0:
+			p.breadth.breaks()
 			p.wake.Wait()
 		default:
 			if p.queue[0].due() { // else it was given up while it stood in the queue

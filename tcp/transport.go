@@ -27,7 +27,8 @@ type Config struct {
 	// AdvertiseHost is the host that peers are told; empty means the one at
 	// which they found the registry.
 	AdvertiseHost string
-	Streams       int           // connections to a peer; DefaultStreams, at most 64
+	Streams       int           // most connections to a peer, of which as many are used as pay; DefaultStreams, at most 64
+	First         int           // of them, those that are opened and used at once; FirstStreams
 	FrameBytes    uint64        // most bytes of a frame; 2 MiB
 	StallTimeout  time.Duration // no progress for so long ends a stream; core.DefaultStallTimeout
 	DialTimeout   time.Duration // core.DefaultConnectTimeout
@@ -45,14 +46,20 @@ type Config struct {
 	Logger     *zap.Logger
 }
 
-// DefaultStreams is the number of connections to a peer.
-const DefaultStreams = 2
+const (
+	DefaultStreams = 8 // the most connections to a peer
+	FirstStreams   = 2 // those that D opens at once; each further one when P asks for it
+)
 
 func (c Config) withDefaults() Config {
 	if c.Streams <= 0 {
 		c.Streams = DefaultStreams
 	}
 	c.Streams = min(c.Streams, maxPeerStreams)
+	if c.First <= 0 {
+		c.First = FirstStreams
+	}
+	c.First = min(c.First, c.Streams)
 	if c.FrameBytes == 0 {
 		c.FrameBytes = 2 << 20
 	}

@@ -149,6 +149,9 @@ func (o *Order) transport(cfg *node.Config) {
 	if o.Transport != "" {
 		cfg.Transport = o.Transport
 	}
+	if o.Streams > 0 {
+		cfg.TCPStreams = o.Streams
+	}
 	if o.Encrypt {
 		cfg.TCPEncrypt = "always"
 	}
@@ -192,9 +195,6 @@ func WaitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Re
 func OpenDecode(p *Pool, o Order, log *zap.Logger) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "decode", node.RoleDecode
-	if o.Streams > 0 {
-		cfg.TCPStreams = o.Streams
-	}
 	o.transport(&cfg)
 	a, err := node.Open(cfg, node.Options{Logger: log})
 	if err != nil {

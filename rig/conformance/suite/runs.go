@@ -167,7 +167,7 @@ func (k kind) open(id core.AgentID, l *core.Layout, sink core.Sink, signal core.
 	}
 	switch k.transport {
 	case "tcp":
-		tr, err := tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: 3, Mover: d, Encrypt: k.encrypt}, l, sink)
+		tr, err := tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: 3, First: 3, Mover: d, Encrypt: k.encrypt}, l, sink)
 		if err != nil {
 			return nil, errors.Join(err, d.Close())
 		}
