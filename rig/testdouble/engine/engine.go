@@ -346,6 +346,17 @@ func (e *Engine) Fail(function string, nth, code int) {
 	e.must("kvgpu_fail", e.Bare("kvgpu_fail", uintptr(unsafe.Pointer(c)), uintptr(nth), uintptr(code)))
 }
 
+// Block has no call of a function return, of any engine, until Unblock.
+func (e *Engine) Block(function string) {
+	e.tb.Helper()
+	c := C.CString(function)
+	defer C.free(unsafe.Pointer(c))
+	e.Bare("kvgpu_block", uintptr(unsafe.Pointer(c)))
+}
+
+// Unblock ends Block.
+func (e *Engine) Unblock() { e.Bare("kvgpu_block", 0) }
+
 // Halt lets the device do nothing, until it is false.
 func (e *Engine) Halt(on bool) {
 	var flag uintptr
