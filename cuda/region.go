@@ -155,6 +155,19 @@ func (r *Region) RDMA() bool {
 	return !slices.ContainsFunc(pieces, func(p driver.Memory) bool { return !p.RDMA })
 }
 
+// Mappings is how many Check asks for.
+func (r *Region) Mappings() int {
+	_, was := r.now()
+	return len(was)
+}
+
+// Mappings is how many Check asks for.
+func (d *Device) Mappings() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(d.pieces)
+}
+
 // Check says whether the region's memory is the same as when it was registered. It costs
 // some 0.2 µs for each mapping.
 func (r *Region) Check() error {

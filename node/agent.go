@@ -82,6 +82,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	}
 	a.usePlane(plane)
 	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
+	a.goRun("memory of the engine", func() { runMemory(a.ctx, a.halves, a.performOfMemory) })
 	a.goRun("memory", func() { giveback.Run(a.ctx) })
 	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
 		zap.String("role", cfg.Role), zap.String("bootstrap", a.BootstrapAddress()))
@@ -101,7 +102,7 @@ func newAgent(cfg Config, opt Options, identity *natsbus.Identity) *Agent {
 		a.openNear = newLocal
 	}
 	a.ctx, a.cancel = context.WithCancel(context.Background())
-	a.halves = &halves{clock: opt.Clock, reports: opt.Reports, wake: make(chan struct{}, 1)}
+	a.halves = &halves{clock: opt.Clock, reports: opt.Reports, memory: newTodo(), control: newTodo()}
 	if a.halves.clock == nil {
 		a.halves.clock = systemClock{}
 	}
@@ -129,6 +130,13 @@ func newAgent(cfg Config, opt Options, identity *natsbus.Identity) *Agent {
 func (a *Agent) perform(act core.Action) {
 	if c := a.caches.Load(); c != nil {
 		c.performer.perform(act)
+	}
+}
+
+// performOfMemory does actions of core.OfMemory, likewise.
+func (a *Agent) performOfMemory(list []core.Action) {
+	if c := a.caches.Load(); c != nil {
+		c.performer.performOfMemory(list)
 	}
 }
 

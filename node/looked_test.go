@@ -1,9 +1,11 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"testing"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -11,6 +13,7 @@ import (
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // reached notes which calls have reached a transport. Its sink notes how writes have ended.
@@ -70,8 +73,9 @@ func TestMemoryIsLookedAt(t *testing.T) {
 				all.devices = devs
 				all.add(r)
 				all.pair(peer).connected = map[string]bool{viaTCP: true}
+				look := func() *look { return &look{t: all} }
 				load := func(id core.TransferID) error {
-					_, err := all.Expect(id, peer, &landing{segments: []core.Segment{}})
+					_, err := all.Expect(id, peer, &landing{segments: []core.Segment{}}, look())
 					return err
 				}
 				write := func(id core.TransferID) core.WriteOp {
@@ -88,9 +92,9 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Fatal(err)
 				}
 				r.took(t, "a load", "load")
-				all.Write(write("begun"))
+				all.Write(write("begun"), look())
 				r.took(t, "a write", "write")
-				all.Extend(write("begun"))
+				all.Extend(write("begun"), look())
 				r.took(t, "more of it", "more")
 
 				memory.Sleep()
@@ -101,12 +105,12 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Errorf("a load ends with %v", err)
 				}
 				r.took(t, "a load when the memory is gone")
-				all.Write(write("gone"))
+				all.Write(write("gone"), look())
 				if !isChange(r.ended) {
 					t.Errorf("a write ends with %v", r.ended)
 				}
 				r.took(t, "a write when the memory is gone")
-				all.Extend(write("begun"))
+				all.Extend(write("begun"), look())
 				r.took(t, "more of a write when the memory is gone", "stop")
 				all.sink(viaTCP).Written("begun", core.TransferStats{}, errors.New("it was stopped"))
 				if !isChange(r.ended) {
@@ -114,5 +118,120 @@ func TestMemoryIsLookedAt(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// heard is a bus that tells of messages of one kind that were answered.
+type heard struct {
+	core.Bus
+	kind     wire.Kind
+	answered chan struct{} // has room for one
+}
+
+// hears has one of an agent's messages of a kind.
+func hears(a *Agent, kind wire.Kind) *heard {
+	b := &heard{a.bus, kind, make(chan struct{}, 1)}
+	setBus(a, b)
+	return b
+}
+
+func (b *heard) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	rep, err := b.Bus.Request(ctx, via, to, req)
+	if req.Kind == b.kind && err == nil && rep.Code == 0 {
+		select {
+		case b.answered <- struct{}{}:
+		default:
+		}
+	}
+	return rep, err
+}
+
+// wait waits for so many answers.
+func (b *heard) wait(t *testing.T, n int) {
+	t.Helper()
+	late := time.NewTimer(bound)
+	defer late.Stop()
+	for range n {
+		select {
+		case <-b.answered:
+		case <-late.C:
+			t.Fatalf("no message of kind %v was answered within %v", b.kind, bound)
+		}
+	}
+}
+
+// onDevice opens an agent whose cache lies on a device of the driver double.
+func onDevice(t *testing.T, role string, device int) (*side, *engine.Engine) {
+	t.Helper()
+	e := engine.New(t, device)
+	cfg := testConfig(role)
+	cfg.Transport = viaTCP
+	a, err := Open(cfg, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = a.Close() })
+	if err := a.RegisterKVCaches([]core.Region{{Name: "layer.0", Base: uint64(e.Alloc(numBlocks * blockBytes)), Memory: core.DeviceMemory(0),
+		BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}); err != nil {
+		t.Fatal(err)
+	}
+	return &side{Agent: a, t: t, seen: map[core.TransferID]core.Report{}}, e
+}
+
+// TestLookTakesLong: the driver does not answer what lies under the region of a transfer that is to begin. Meanwhile decode's renewals
+// are asked for and answered, and the agent tells its peer of an end by a message. When the driver has answered, the transfer goes well.
+func TestLookTakesLong(t *testing.T) {
+	for _, ours := range []string{RolePrefill, RoleDecode} {
+		t.Run(ours, func(t *testing.T) {
+			leaktest.Check(t)
+			p, pe := onDevice(t, RolePrefill, 0)
+			d, de := onDevice(t, RoleDecode, 1)
+			looks, e := p, pe
+			if ours == RoleDecode {
+				looks, e = d, de
+			}
+			ends, renewals := hears(looks.Agent, wire.KindFinish), hears(d.Agent, wire.KindRenew)
+			announce(t, p, "waits", "cancelled")
+			d.load("waits", p.BootstrapAddress(), 1)
+			d.load("cancelled", p.BootstrapAddress(), 2)
+			until(t, "two loads wait at prefill", func() bool { return d.Stats().LoadsWaiting == 2 })
+
+			stream := e.Stream()
+			e.Hold(stream)
+			after, err := looks.Moment(0, stream)
+			if err != nil {
+				t.Fatal(err)
+			}
+			selection := core.Selection{Blocks: [][]core.BlockID{{3}}}
+			if ours == RolePrefill {
+				d.load("slow", p.BootstrapAddress(), 3)
+				_, err = p.Offer([]core.OfferRequest{{ID: "slow", Selection: selection, After: after}})
+			} else {
+				p.offer("slow", 3)
+				_, err = d.StartLoad([]core.LoadRequest{{ID: "slow", From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: selection, After: after}})
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			until(t, "the other side has begun", func() bool {
+				return p.Stats().OffersUnderWay == 3 && (ours == RoleDecode || d.Stats().LoadsWaiting == 3)
+			})
+			e.Block("cuPointerGetAttribute")
+			t.Cleanup(e.Unblock)
+			e.Release(stream)
+			until(t, "the look waits for the driver", func() bool { return e.Count("blocked") > 0 })
+
+			renewals.wait(t, 3) // one was answered before, perhaps, and one asked for before: there is one at a time
+			if _, err := looks.Cancel([]core.TransferID{"cancelled"}, "of a test"); err != nil {
+				t.Fatal(err)
+			}
+			ends.wait(t, 1)
+			if n := e.Count("blocked"); n == 0 {
+				t.Error("the look has ended")
+			}
+			e.Unblock()
+			d.want("slow", core.OK)
+			p.want("slow", core.OK)
+		})
 	}
 }

@@ -197,26 +197,37 @@ func (r Renewal) Take() bool {
 // fewRegions is so few that each region's mappings are asked for, and not those of all.
 const fewRegions = 4
 
-// CheckPairs is Check of the regions that a write reads.
-func (d *Devices) CheckPairs(pairs []core.Pair) error {
+// Few are the regions on devices that a write reads, if CheckFew of them asks for less than Check does.
+func (d *Devices) Few(pairs []core.Pair) (few []*cuda.Region, ok bool) {
 	if d == nil {
-		return nil
+		return nil, true
 	}
-	var few []uint32
+	mappings := 0
 	for i := range pairs {
-		r := pairs[i].SrcRegion
-		if n := len(few); n > 0 && few[n-1] == r || slices.Contains(few, r) {
+		r := d.regions[pairs[i].SrcRegion]
+		if n := len(few); r == nil || n > 0 && few[n-1] == r || slices.Contains(few, r) {
 			continue
 		}
-		if few = append(few, r); len(few) > fewRegions {
-			return d.Check()
+		few = append(few, r)
+		if mappings += r.Mappings(); len(few) > fewRegions || mappings > d.mappings() {
+			return nil, false
 		}
 	}
+	return few, true
+}
+
+// mappings are those that Check asks for.
+func (d *Devices) mappings() (n int) {
+	for _, dev := range d.list {
+		n += dev.Mappings()
+	}
+	return n
+}
+
+// CheckFew is Check of some regions. It asks for the mappings of each.
+func (d *Devices) CheckFew(few []*cuda.Region) error {
 	for _, r := range few {
-		if d.regions[r] == nil {
-			continue
-		}
-		if err := d.regions[r].Check(); err != nil {
+		if err := r.Check(); err != nil {
 			return fmt.Errorf("%w: %w", ErrDevice, err)
 		}
 	}

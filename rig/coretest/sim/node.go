@@ -11,12 +11,12 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// node is what package node does around a machine: one goroutine performs the actions in
-// order (run.go), a table holds the peers (peers.go), a queue for each peer holds what is
+// node is what package node does around a machine: one goroutine performs the actions of core.OfMemory in
+// order, another one the rest (run.go), a table holds the peers (peers.go), a queue for each peer holds what is
 // to be said to it (peerqueue.go, say.go), and serve.go answers requests.
 type node struct {
-	queue      []core.Action
-	working    bool
+	memory     todo // actions of core.OfMemory
+	control    todo // the others
 	peers      map[core.AgentID]*peer
 	byTarget   map[core.Target]core.AgentID
 	byEngine   map[core.Target][]core.FoundPart
@@ -28,6 +28,23 @@ type node struct {
 	anew       map[string]bool                // P's words upon which a load began anew
 	heard      map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
 }
+
+// todo is what a goroutine has to perform.
+type todo struct {
+	list    []core.Action
+	working bool
+}
+
+// todoOf is the one whose action this is.
+func (n *node) todoOf(act core.Action) *todo {
+	if core.OfMemory(act) {
+		return &n.memory
+	}
+	return &n.control
+}
+
+// queued are the actions that wait.
+func (n *node) queued() int { return len(n.memory.list) + len(n.control.list) }
 
 type peer struct {
 	gone   bool
@@ -54,15 +71,18 @@ func (n *node) init() {
 	n.anew = map[string]bool{}
 }
 
-// work performs the first action of the queue.
-func (a *agent) work() {
-	act := a.queue[0]
-	a.perform(act)
-	if a.queue = a.queue[1:]; len(a.queue) > 0 {
-		a.after(a.w.delay()/16, a.work)
+// work performs the first action that waits. Before an action of core.OfMemory the memory is looked at, which takes its time.
+func (a *agent) work(q *todo) {
+	a.perform(q.list[0])
+	if q.list = q.list[1:]; len(q.list) == 0 {
+		q.working = false
 		return
 	}
-	a.working = false
+	wait := a.w.delay() / 16
+	if q == &a.memory {
+		wait *= 4
+	}
+	a.after(wait, func() { a.work(q) })
 }
 
 func (a *agent) perform(act core.Action) {
