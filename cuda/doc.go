@@ -13,10 +13,11 @@
 //	cuda.Locate(addr, bytes) (Location, error)         which device, which kind; refused kinds are errors
 //	cuda.Open(ordinal, Options) (*Device, error)       an agent's handle on one device: moments, ring, streams
 //	device.Register(name, addr, bytes) (*Region, error)
+//	device.RegisterAll(names, []Place) ([]*Region, error)   of a Locator, which asks for each mapping once
 //	region.Check() error                               is it still the same memory? Before a transfer is armed
 //	device.Check() error                               the same of all regions, each mapping once
 //	device.Moved() bool                                a quick look whether Check would say no
-//	device.Renew() error                               takes what an engine has mapped anew; between transfers only
+//	device.Look() (*Renewal, error)                    finds what an engine has mapped anew; Take takes it, between transfers only
 //	region.Export() (*os.File, offset, error)          as a dma-buf, for RDMA
 //	device.Flush() error                               after a card has written, before that is told; Flushable
 //	region.Close()

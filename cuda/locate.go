@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 )
@@ -94,18 +95,57 @@ var refusals = map[Kind]string{
 // Locate says where a piece of device memory lies. If the memory is not a device's the error
 // is a *KindError.
 func Locate(addr uintptr, bytes uint64) (Location, error) {
+	p, err := new(Locator).Find(addr, bytes)
+	return p.Location, err
+}
+
+// Place is a piece of device memory, and what lies there.
+type Place struct {
+	Location
+	addr, bytes uint64
+	pieces      []driver.Memory
+}
+
+// Locator asks the driver for each mapping once, whatever lies in it. So it is for places of one time.
+type Locator struct {
+	known []driver.Memory // by their addresses
+}
+
+// Find is Locate of one of the places.
+func (l *Locator) Find(addr uintptr, bytes uint64) (Place, error) {
 	if err := driver.Load(); err != nil {
-		return Location{}, err
+		return Place{}, err
 	}
-	pieces, err := mappings(addr, bytes)
+	pieces, err := l.mappings(addr, bytes)
 	if err != nil {
-		return Location{}, err
+		return Place{}, err
 	}
-	l := Location{Device: pieces[0].Device, Kind: pieces[0].Kind, Mappings: len(pieces), RDMA: true}
-	for _, p := range pieces {
-		l.RDMA = l.RDMA && p.RDMA
+	p := Place{Location{Device: pieces[0].Device, Kind: pieces[0].Kind, Mappings: len(pieces), RDMA: true}, uint64(addr), bytes, pieces}
+	for i := range pieces {
+		p.RDMA = p.RDMA && pieces[i].RDMA
 	}
-	return l, nil
+	return p, nil
+}
+
+// at is what lies at an address.
+func (l *Locator) at(addr uint64) (driver.Memory, error) {
+	i, known := slices.BinarySearchFunc(l.known, addr, func(m driver.Memory, addr uint64) int {
+		switch {
+		case m.Base+m.Size <= addr:
+			return -1
+		case m.Base > addr:
+			return 1
+		}
+		return 0
+	})
+	if known {
+		return l.known[i], nil
+	}
+	m, err := driver.Locate(addr)
+	if err == nil && m.Base <= addr && addr < m.Base+m.Size && (i == len(l.known) || m.Base+m.Size <= l.known[i].Base) {
+		l.known = slices.Insert(l.known, i, m)
+	}
+	return m, err
 }
 
 // mostMappings bounds the mappings of a region: with the smallest, of 2 MiB, 256 GiB.
@@ -113,14 +153,14 @@ const mostMappings = 1 << 17
 
 // mappings are the pieces that lie under a region. Only memory that was mapped by handles may have
 // several: one allocation does not follow another by design.
-func mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
+func (l *Locator) mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
 	from, end := uint64(addr), uint64(addr)+bytes
 	if bytes == 0 || end < from {
 		return nil, fmt.Errorf("%d bytes at %#x: want at least 1 byte, and an end within the address space", bytes, addr)
 	}
 	var all []driver.Memory
 	for at := from; at < end; {
-		m, err := driver.Locate(at)
+		m, err := l.at(at)
 		if err != nil {
 			return nil, err
 		}

@@ -59,8 +59,9 @@ func (d *Device) Look() (*Renewal, error) {
 	}
 	d.mu.Unlock()
 	n := &Renewal{d: d, epoch: epoch, found: make([][]driver.Memory, len(regions))}
+	l := new(Locator)
 	for i, r := range regions {
-		pieces, err := mappings(uintptr(r.addr), r.bytes)
+		pieces, err := l.mappings(uintptr(r.addr), r.bytes)
 		if err != nil {
 			return nil, fmt.Errorf("region %s: %w", r.name, err)
 		}
