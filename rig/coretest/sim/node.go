@@ -29,23 +29,6 @@ type node struct {
 	heard      map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
 }
 
-// todo is what a goroutine has to perform.
-type todo struct {
-	list    []core.Action
-	working bool
-}
-
-// todoOf is the one whose action this is.
-func (n *node) todoOf(act core.Action) *todo {
-	if core.OfMemory(act) {
-		return &n.memory
-	}
-	return &n.control
-}
-
-// queued are the actions that wait.
-func (n *node) queued() int { return len(n.memory.list) + len(n.control.list) }
-
 type peer struct {
 	gone   bool
 	opened time.Duration // by the clock of the agent that remembers it
@@ -69,20 +52,6 @@ func (n *node) init() {
 	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
 	n.anew = map[string]bool{}
-}
-
-// work performs the first action that waits. Before an action of core.OfMemory the memory is looked at, which takes its time.
-func (a *agent) work(q *todo) {
-	a.perform(q.list[0])
-	if q.list = q.list[1:]; len(q.list) == 0 {
-		q.working = false
-		return
-	}
-	wait := a.w.delay() / 16
-	if q == &a.memory {
-		wait *= 4
-	}
-	a.after(wait, func() { a.work(q) })
 }
 
 func (a *agent) perform(act core.Action) {
