@@ -3,7 +3,9 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -20,8 +22,9 @@ import (
 type reached struct {
 	core.Transport
 	core.Sink
-	calls []string
-	ended error
+	calls   []string
+	ended   error
+	refuses error // a load
 }
 
 func (*reached) Name() string       { return viaTCP }
@@ -29,7 +32,7 @@ func (r *reached) note(call string) { r.calls = append(r.calls, call) }
 
 func (r *reached) Expect(core.TransferID, core.AgentID, []core.Segment) ([]byte, error) {
 	r.note("load")
-	return []byte("grant"), nil
+	return []byte("grant"), r.refuses
 }
 func (r *reached) Write(core.WriteOp)     { r.note("write") }
 func (r *reached) Extend(core.WriteOp)    { r.note("more") }
@@ -117,6 +120,33 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Errorf("a write that more cannot be given of ends with %v", r.ended)
 				}
 			})
+		}
+	}
+}
+
+// TestOwnMemoryInTheWay: a load that no transport can begin since it lacks this agent's memory fails as this agent's own fault. If
+// something else is in one's way, as the peer, it does not.
+func TestOwnMemoryInTheWay(t *testing.T) {
+	const peer = core.AgentID("peer")
+	cfg := testConfig(RoleDecode)
+	lacks, away := fmt.Errorf("region layer.0: %w", core.ErrMemory), errors.New("the peer is not connected")
+	for _, c := range []struct {
+		refuse []error
+		ours   bool
+	}{{[]error{lacks}, true}, {[]error{lacks, lacks}, true}, {[]error{lacks, away}, false}, {[]error{away}, false}, {nil, false}} {
+		all := newTransports("self", &cfg, zap.NewNop(), nil, new(reached), nil)
+		all.pair(peer).connected = map[string]bool{viaTCP: true}
+		for _, why := range c.refuse {
+			all.add(&reached{refuses: why})
+		}
+		_, err := all.Expect("t", peer, &landing{segments: []core.Segment{}}, &look{t: all})
+		if err == nil || errors.Is(err, core.ErrMemory) != c.ours {
+			t.Errorf("%v: the load fails with %v", c.refuse, err)
+		}
+		for _, why := range c.refuse {
+			if !strings.Contains(err.Error(), why.Error()) {
+				t.Errorf("%v does not say %v", err, why)
+			}
 		}
 	}
 }

@@ -2,6 +2,7 @@ package node
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -29,7 +30,15 @@ func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing, 
 		}
 		passed = append(passed, passedOver{w.Name(), err})
 	}
-	return nil, t.noWay(peer, passed)
+	return nil, ownFault(passed, t.noWay(peer, passed))
+}
+
+// ownFault marks an error as this agent's own fault, if nothing but its own memory is in the way: another prefill agent would not help.
+func ownFault(passed []passedOver, err error) error {
+	if len(passed) == 0 || slices.ContainsFunc(passed, func(o passedOver) bool { return !errors.Is(o.why, core.ErrMemory) }) {
+		return err
+	}
+	return fmt.Errorf("%w: %w", core.ErrMemory, err)
 }
 
 // Revoke may wait, but holds up its caller only: see core.Transport.
