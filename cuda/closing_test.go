@@ -68,25 +68,15 @@ func TestCloseEndsFences(t *testing.T) {
 	d.settled(t)
 }
 
-// TestMomentPassesInClose: Done is called for a copy whose moment passes when Close has ended the
-// goroutine that calls it.
-func TestMomentPassesInClose(t *testing.T) {
+// TestBegunAfterClose: Done is called for a copy that is begun when Close has ended the goroutine that calls it.
+func TestBegunAfterClose(t *testing.T) {
 	e, d := open(t, Options{CloseTimeout: patience})
-	p, stream, tr := memory(t, e, d, grain), e.Stream(), d.Transfer("a", ToDevice)
-	e.Hold(stream)
-	late := moment(t, d, stream)
-	passed, goOn := make(chan error), make(chan struct{})
-	d.Await(late, func(err error) { // before the copy hears of it
-		passed <- err
-		<-goOn
-	})
-	done, s := make(chan error, 1), slot(t, d, ToDevice)
-	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: func(err error) {
+	p, s, done := memory(t, e, d, grain), slot(t, d, ToDevice), make(chan error, 1)
+	j, err := d.Transfer("a", ToDevice).ready(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) {
 		s.Release()
 		done <- err
 	}})
-	e.Release(stream)
-	if err := answer(t, passed); err != nil {
+	if err != nil {
 		t.Fatal(err)
 	}
 	closed := make(chan error, 1)
@@ -97,7 +87,7 @@ func TestMomentPassesInClose(t *testing.T) {
 		silent = q.silent
 		q.mu.Unlock()
 	}
-	close(goOn)
+	j.t.begin(j)
 	if err := answer(t, done); !errors.Is(err, ErrClosed) {
 		t.Errorf("the copy was told with: %v", err)
 	}
@@ -118,13 +108,9 @@ func TestCloseWhileCopying(t *testing.T) {
 	late := moment(t, d, stream)
 	tr := d.Transfer("a", FromDevice)
 	done := make(chan error, 20)
-	for i := range 10 {
+	for range 10 {
 		s := slot(t, d, FromDevice)
-		c := Copy{Slot: s, Runs: []Run{{Addr: p, Len: 4096}}, Done: func(err error) { s.Release(); done <- err }}
-		if i%2 == 1 {
-			c.After = late
-		}
-		tr.Start(c)
+		tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 4096}}, Done: func(err error) { s.Release(); done <- err }})
 	}
 	d.Await(late, func(err error) { done <- err })
 	go func() {

@@ -62,14 +62,14 @@
 //	slot.Release()                               at any time: if a copy uses it, it is free when that has ended
 //
 //	device.Transfer(name, direction) *Transfer   FromDevice: P reads; ToDevice: D writes
-//	transfer.Start(Copy{Slot, At, Runs, After, Done})
+//	transfer.Start(Copy{Slot, At, Runs, Done})
 //	transfer.Fence() error                       ends it: no copy of it reads or lands any more
 //
 // Start returns at once. Done is called once for each Copy: nil when the copy's event has
 // passed. For ToDevice the bytes are then in the device's memory, and every kernel that is
 // launched from now on sees them; for FromDevice they are in the slot. Done is called with
-// no lock held and must return soon; it may use everything here. With After, a copy is given
-// to the device when that moment has passed and not before. Runs must stay as they are until
+// no lock held and must return soon; it may use everything here. What the copy
+// has to come after, as a moment of its blocks, has passed before Start. Runs must stay as they are until
 // Done. Runs that lie outside of registered regions are an error.
 //
 // SlotBytes is the size of every slot. Prepare pins the ring; a transport calls it when regions are
@@ -96,8 +96,8 @@
 //	at D: device.Peer(name, process) *Peer             opens nothing yet; P tells its ThisProcess()
 //	      peer.Open(Allocation, file) error            for reading; what is open already stays so. A *RefusedError has the reason
 //	      peer.Close() error                           closes all; the next Open begins anew
-//	      Copy{Peer, Runs, To, After, Done}            to the device, in a Transfer FromPeer: needs no pinned memory
-//	      Copy{Peer, Runs, Slot, At, After, Done}      to a slot, in a Transfer FromDevice, for blocks in host memory
+//	      Copy{Peer, Runs, To, Done}                   to the device, in a Transfer FromPeer: needs no pinned memory
+//	      Copy{Peer, Runs, Slot, At, Done}             to a slot, in a Transfer FromDevice, for blocks in host memory
 //
 // Runs are told by P's addresses; what P has not opened to D is refused. Nobody writes to a peer's memory. One Copy has best some
 // hundred runs. D's Fence waits for D's own copies, and P's process may stand still meanwhile.

@@ -219,7 +219,8 @@ func TestCapture(t *testing.T) {
 	if err := errors.Join(answer(t, asked), answer(t, awaited)); err != nil {
 		t.Errorf("a wait beside the engine's capture: %v", err)
 	}
-	if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}, After: moment(t, d, other)}); err != nil {
+	hasPassed(t, d, moment(t, d, other))
+	if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}}); err != nil {
 		t.Errorf("a copy beside the engine's capture: %v", err)
 	}
 	graph := new(uintptr)
