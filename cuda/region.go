@@ -127,8 +127,8 @@ func lies(regions []*Region, of [][]driver.Memory) (u union, err error) {
 	})
 	for i := 1; i < len(u.known); i++ {
 		if u.known[i].base < u.known[i-1].end {
-			return union{}, fmt.Errorf("region %s: the memory at %#x was mapped anew after another region there was registered: close the older region first",
-				first[u.known[i]].name, u.known[i].base)
+			return union{}, fmt.Errorf("region %s: the memory at %#x was mapped anew after another region there was registered: "+
+				"close the older region first", first[u.known[i]].name, u.known[i].base)
 		}
 	}
 	u.pieces = make([]driver.Piece, len(u.known))

@@ -238,7 +238,8 @@ func TestLookTakesLong(t *testing.T) {
 				_, err = p.Offer([]core.OfferRequest{{ID: "slow", Selection: selection, After: after}})
 			} else {
 				p.offer("slow", 3)
-				_, err = d.StartLoad([]core.LoadRequest{{ID: "slow", From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: selection, After: after}})
+				from := core.Target{Bootstrap: p.BootstrapAddress()}
+				_, err = d.StartLoad([]core.LoadRequest{{ID: "slow", From: from, Selection: selection, After: after}})
 			}
 			if err != nil {
 				t.Fatal(err)

@@ -30,7 +30,8 @@ func cache(tb testing.TB, order string, layers, mappings int) (*Devices, *engine
 	base, stride := orders[order](layers, mappings)
 	regions := make([]core.Region, layers)
 	for i := range regions {
-		regions[i] = core.Region{Name: fmt.Sprint("layer.", i), Base: at + base(i), Memory: core.DeviceMemory(0), BlockStride: stride, BlockBytes: 1024, NumBlocks: uint32(mappings)}
+		regions[i] = core.Region{Name: fmt.Sprint("layer.", i), Base: at + base(i), Memory: core.DeviceMemory(0),
+			BlockStride: stride, BlockBytes: 1024, NumBlocks: uint32(mappings)}
 	}
 	d, err := Open(regions, cuda.Options{RingBytes: 1 << 20, SlotBytes: 32 << 10})
 	if err != nil {
@@ -90,9 +91,9 @@ func TestLookAsksOnce(t *testing.T) {
 	}
 }
 
-// BenchmarkLook is a look at a cache of 160 regions over 3,000 mappings, an expandable segment of 60 GiB in pieces of 20 MiB: the one before
-// transfers begin, and the one for other memory after an engine has slept. The questions are the driver's time: the double answers
-// each under a lock, from a table.
+// BenchmarkLook is a look at a cache of 160 regions over 3,000 mappings, an expandable segment of 60 GiB in pieces of 20 MiB: the one
+// before transfers begin, and the one for other memory after an engine has slept. The questions are the driver's time: the double
+// answers each under a lock, from a table.
 func BenchmarkLook(b *testing.B) {
 	for order := range orders {
 		d, e, _ := cache(b, order, 160, 3000)
