@@ -160,6 +160,8 @@ func (d *diagnosis) print(out io.Writer) {
 		line(0, "local available, for two engines on this host (boot id %s, network namespace %s, process namespace %s, user %d)", l.BootID, l.Network, l.Processes, l.User)
 		if l.Tried {
 			line(1, "two processes have exchanged a block by process_vm_readv")
+		} else if l.Untried != "" {
+			line(1, "%s", l.Untried)
 		}
 		line(1, "a prefill engine's memory may be read by %s", l.Who)
 	} else {

@@ -17,7 +17,7 @@ import (
 const trialBound = 10 * time.Second
 
 // errNoTrial: nothing is known of two processes.
-var errNoTrial = errors.New("not tried")
+var errNoTrial = errors.New("not tried with a second process")
 
 // examineLocal asks this process what it may do, and then has two processes do it: by reading the other process, and out of a
 // mapping.
@@ -28,6 +28,7 @@ func examineLocal(ctx context.Context, try func(ctx context.Context, shared bool
 		case err == nil:
 			r.Tried = true
 		case errors.Is(err, errNoTrial):
+			r.Untried = err.Error()
 			return r
 		default:
 			r.Available, r.Problem = false, fmt.Sprintf("a second process could not hand a block over to this one: %v", err)

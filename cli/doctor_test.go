@@ -71,7 +71,7 @@ func TestDoctorOfLocal(t *testing.T) {
 		"not mapped":   {nil, errors.New("no seals"), []string{"local available", "exchanged a block by process_vm_readv\n", "is NOT mapped: no seals", "auto: local with"}},
 		"mapped alone": {errors.New("EPERM"), nil, []string{"local NOT available: a second process could not", "shared memory (kvconn_alloc) by a mapping", "EPERM; local where all of a prefill engine's caches are shared memory (kvconn_alloc)\n"}},
 		"refused":      {errors.New("set kernel.yama.ptrace_scope to 1"), errors.New("either"), []string{"local NOT available: a second process could not", "ptrace_scope to 1", "auto: tcp; not local, with engines of this host either: "}},
-		"not tried":    {errNoTrial, errNoTrial, []string{"local available", "may be read by"}},
+		"not tried":    {errNoTrial, errNoTrial, []string{"local available", "  not tried with a second process\n", "may be read by"}},
 	} {
 		var out bytes.Buffer
 		cfg := node.DefaultConfig()

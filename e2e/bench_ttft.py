@@ -68,11 +68,13 @@ def measure(early: Pair, late: Pair, what: str, prompts: int) -> None:
         each = [row[1] / row[2] for row in rows]
         print(f"  the first pair to the second, median of the ratios: {statistics.median(each):.3f} ({min(each):.2f} to {max(each):.2f})")
     # As many tokens are computed on either way: a loaded prompt's last one is decode's.
-    for _ in range(2):
-        alone = wall_s([(early, early.prefill.url)] * AT_ONCE, 900, 1)
-        through = wall_s([(early, early.router.url)] * AT_ONCE, 900, 1)
-        print(f"\n{AT_ONCE} prompts of 900 tokens at once")
-        print(f"  prefill alone {alone:.2f} s, through the pair {through:.2f} s  {through / alone:5.2f}")
+    at_once = [("prefill alone", early, lambda pair: pair.prefill.url), *ways[1:]]
+    rounds = [[wall_s([(pair, url(pair))] * AT_ONCE, 900, 1) for _, pair, url in at_once] for _ in range(5)]
+    medians = [statistics.median(column) for column in zip(*rounds)]
+    print(f"\n{AT_ONCE} prompts of 900 tokens at once, medians of {len(rounds)} rounds")
+    for (name, _, _), median in zip(at_once, medians):
+        print(f"  {name:28} {median:8.2f} s   {median / medians[0]:5.2f}")
+    print(f"  the first pair to the second, median of the ratios: {statistics.median(row[1] / row[2] for row in rounds):.3f}")
 
 
 def main() -> int:

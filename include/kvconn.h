@@ -21,7 +21,7 @@
  * - Memory: strings, arrays and structs belong to the caller. The library copies them before the call returns. The
  *   registered KV memory must stay mapped until kvconn_close has returned. The library frees only its own memory. An
  *   address that it returns (kvconn_pending_address, kvconn_written_address) can be used until kvconn_close, and not
- *   in a forked child. After kvconn_close it stays mapped, but may be another agent's, or nobody's.
+ *   in a forked child. After kvconn_close the address stays mapped, but may belong to another agent, or to none.
  * - Results: a call returns KVCONN_OK (0) or a code of enum kvconn_status. kvconn_last_error then gives a text that
  *   names the value and the remedy.
  * - Handles are numbers. Every call with a handle that was closed, or never opened, returns KVCONN_ERR_HANDLE.
@@ -29,10 +29,10 @@
  *   library after the fork.
  * - Signals and output: the library installs no handler for SIGINT, SIGTERM or SIGCHLD and writes nothing to stdout
  *   or stderr. Its own panics do not reach the host: the call returns KVCONN_ERR_INTERNAL.
- * - Growth: the caller says the size of each struct (struct_size, or completion_size), at least as large as here. A
- *   later header may add fields at a struct's end; a caller built with it works with this library if it leaves them
- *   0, and gets KVCONN_ERR_INVALID if it does not. kvconn_blocks never changes. No function is ever removed or
- *   changed within one KVCONN_ABI_VERSION. Fields that are named reserved must be 0.
+ * - Growth: the caller says the size of each struct (struct_size, or completion_size), which is at least the size in
+ *   this header. A later header may add fields at a struct's end. A caller built with a later header works with this
+ *   library if it leaves those fields 0, and gets KVCONN_ERR_INVALID if it does not. kvconn_blocks never changes. No
+ *   function is ever removed or changed within one KVCONN_ABI_VERSION. Fields that are named reserved must be 0.
  */
 #ifndef KVCONN_H
 #define KVCONN_H
@@ -68,38 +68,38 @@ enum kvconn_status {
   KVCONN_PEER_LOST = 22,      /* the other agent is gone, stopped or restarted */
   KVCONN_NOT_OFFERED = 23,    /* nobody offered the transfer in early_load_s */
   KVCONN_EXPIRED = 24,        /* nobody loaded the offer in lease_s */
-  KVCONN_REFUSED = 25,        /* layouts or prompts differ, a second load, a limit */
+  KVCONN_REFUSED = 25,        /* layouts or prompts differ, it is a second load, or a limit is reached */
   KVCONN_UNREACHABLE = 26,    /* bootstrap address or registry entry not found, or no bytes get through */
-  KVCONN_FAILED = 27,         /* the bytes could not be moved, or their memory became another: see kvconn_offer */
+  KVCONN_FAILED = 27,         /* the bytes could not be moved, or the GPU memory was mapped anew: see kvconn_offer */
   KVCONN_AGENT_CLOSED = 28    /* kvconn_close on either side */
 };
 
 typedef uint64_t kvconn_agent; /* the handle of an open agent, never 0 */
 
-/* The kind of thing that a group's block ids name. Regions of one group have one kind. Two
-   engines whose kinds differ refuse each other. */
+/* What the block ids of a group name. All regions of a group have the same kind. Two engines
+   whose kinds differ refuse each other. */
 enum kvconn_index_kind {
   KVCONN_INDEX_BLOCK = 0, /* blocks of the prompt, one after the other */
   KVCONN_INDEX_ROW = 1,   /* a row of a table that has one for each request */
   KVCONN_INDEX_SLOT = 2   /* a slot that holds the whole state of one request */
 };
-/* Rings of n entries (below 2^24), one after the other. Position p of the prompt, which first of
-   kvconn_blocks counts, lies in entry p modulo n. A part that wraps goes on with entry 0. */
+/* Rings of n entries (n below 2^24), one after the other. Position p of the prompt lies in entry p modulo n; first of
+   kvconn_blocks counts these positions. A part that wraps goes on with entry 0. */
 #define KVCONN_INDEX_RING(n) (3u | (uint32_t)(n) << 8)
 
-/* Where a region lies. Device memory is what CUDA gave this process on one GPU; it is checked. */
+/* Where a region lies. Device memory is what CUDA gave this process on one GPU; the library checks that. */
 enum kvconn_memory { KVCONN_MEMORY_HOST = 0, KVCONN_MEMORY_DEVICE = 1 };
 
 /*
  * A memory range that holds a piece of every block of one KV cache group: the K, V, fused KV,
  * latent or state of one layer, or one head of it. Block i lies at address + i * block_stride.
  * Addresses, strides and lengths are multiples of 4. Regions of one group must not overlap;
- * strided views of one storage may interleave. The two engines' regions are paired by group and
- * name, in any order.
+ * strided views of one storage may interleave. The library pairs the two engines' regions by
+ * group and name, in any order.
  *
- * The fields from tokens to head_stride describe the inside of a block. If all are 0 the block is opaque: it is
- * copied whole, between blocks of equal length. Otherwise a block holds tokens * heads items of
- * one size, a multiple of 4 and equal on both sides. The item of token t and of the region's
+ * The fields from tokens to head_stride describe the inside of a block. If all of them are 0, the block is opaque:
+ * the library copies it whole, between blocks of equal length. Otherwise a block holds tokens * heads items of
+ * one size, which is a multiple of 4 and equal on both sides. The item of token t and of the region's
  * h-th head lies at t * token_stride + h * head_stride. Items lie densely, in one of two orders:
  *   NHD, token after token: head_stride is one item, token_stride is heads items;
  *   HND, head after head: token_stride is one item, head_stride is tokens items.
@@ -145,8 +145,8 @@ typedef struct kvconn_blocks {
  * none. If offer and load have different ones, a router has mixed two requests up: both halves
  * end with KVCONN_REFUSED and no byte is written.
  *
- * after, here and below, is a moment of kvconn_moment, before which nothing of an offer is read
- * and nothing of a load is written; 0: the engine has waited for its streams.
+ * after, here and below, is a moment of kvconn_moment: before it has passed, nothing of an offer is
+ * read and nothing of a load is written. 0: the engine has waited for its streams.
  */
 typedef struct kvconn_offer_request {
   uint32_t struct_size;
@@ -165,18 +165,18 @@ typedef struct kvconn_partial_offer {
   const char *transfer_id;
   const kvconn_blocks *groups; /* they follow the blocks of earlier calls; first counts in the
                                   call that gives a group its first blocks */
-  const uint32_t *ready;       /* for each group: blocks that are ready, from the prompt's start */
-  uint64_t prompt;             /* in each call, else blocks may go to a load of another prompt;
-                                  a later call with another value is KVCONN_ERR_INVALID */
-  const uint32_t *computing;   /* for each group: ready as it will be when the step after the call
-                                  has written a region, see kvconn_written_address. NULL: the
-                                  step computes nothing of this transfer */
-  uint64_t after;              /* of the blocks that are ready */
+  const uint32_t *ready;       /* for each group: how many blocks are ready, from the prompt's start */
+  uint64_t prompt;             /* give it in each call, else blocks may go to a load of another
+                                  prompt; a later call with another value is KVCONN_ERR_INVALID */
+  const uint32_t *computing;   /* for each group: the value of ready when the step that follows
+                                  this call has written a region, see kvconn_written_address.
+                                  NULL: the step computes nothing of this transfer */
+  uint64_t after;              /* the moment of the blocks that are ready */
 } kvconn_partial_offer;
 
 /* Decode's half of a transfer: put it into these blocks. A load without any block tells the
-   prefill engine that decode needs nothing of it. A load names the engine; the library finds
-   out from which of its ranks this agent loads what. The load has one completion. */
+   prefill engine that decode needs nothing of the transfer. A load names the engine; the library
+   finds out from which of the engine's ranks this agent loads what. A load has one completion. */
 typedef struct kvconn_load_request {
   uint32_t struct_size;
   uint32_t num_groups;
@@ -190,7 +190,7 @@ typedef struct kvconn_load_request {
      blocks are copied, and the prefill engine must have them. Opaque groups ignore it. */
   const uint32_t *tokens;
   uint64_t prompt; /* 0: take what prefill has */
-  uint64_t after;  /* from it on nothing reads or writes the blocks for what they held before */
+  uint64_t after;  /* once it has passed, nothing reads or writes the blocks for what they held before */
 } kvconn_load_request;
 
 /*
@@ -202,8 +202,8 @@ typedef struct kvconn_load_request {
  *
  * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim gets this
  * completion when a load of it could only fail: the prefill engine is gone, has ended or
- * refused the transfer, or claim_s went by. It comes once and never with KVCONN_OK. A claim
- * that was loaded or cancelled before gets none.
+ * refused the transfer, or claim_s went by. The completion comes once and never with KVCONN_OK.
+ * A claim that was loaded or cancelled before gets no such completion.
  */
 enum kvconn_side { KVCONN_SIDE_LOAD = 1, KVCONN_SIDE_OFFER = 2, KVCONN_SIDE_DEMAND = 3, KVCONN_SIDE_CLAIM = 4 };
 
@@ -213,12 +213,12 @@ typedef struct kvconn_completion {
   int32_t code;         /* KVCONN_OK, or a code from 20 on */
   int32_t side;         /* enum kvconn_side */
   uint64_t bytes;       /* moved */
-  uint64_t wait_ns;     /* of a load: the rest of the time since the call; of an offer: until the sending begins */
-  uint64_t transfer_ns; /* how long bytes were under way, and of a load by tcp those of others from the same agent. Loads by tcp and
-                         * local, and offers by tcp, leave out time in which decode had all that was computed; else it runs from the
-                         * first byte to the last */
+  uint64_t wait_ns;     /* of a load: its time since the call, less transfer_ns; of an offer: until sending begins */
+  uint64_t transfer_ns; /* how long bytes were under way. A load by tcp also counts bytes of other loads from the same
+                         * agent. Loads by tcp and local, and offers by tcp, leave out the time in which decode had all
+                         * that was computed. All others count from the first byte to the last */
   uint32_t blocks;
-  uint32_t segments; /* contiguous runs in this side's memory; of large plans the parts that they were cut into */
+  uint32_t segments; /* contiguous runs in this side's memory; if the plan is large, the parts that it was cut into */
   char transport[8]; /* the one that moved the bytes, "local", "rdma" or "tcp"; empty if none was chosen */
   char transfer_id[KVCONN_TRANSFER_ID_MAX + 8]; /* NUL-terminated */
   char reason[320];                             /* NUL-terminated; empty if OK */
@@ -249,21 +249,23 @@ int32_t kvconn_open(const char *config_json, kvconn_agent *agent);
 int32_t kvconn_register_kv_caches(kvconn_agent agent, const kvconn_region *regions, size_t num_regions);
 
 /*
- * Memory for KV caches in host memory, which decode engines of the same host map: the fastest way between two
- * processes. It is good for anything else too. It is zeroed, all of it is there, and it begins at a multiple of a page,
- * of 2 MiB if it has so much. The call takes as long as the kernel needs to clear it. 1024 may be allocated at a time,
- * else the result is KVCONN_ERR_OVERLOAD; if the host or the process's cgroup has not got the bytes,
- * KVCONN_ERR_SYSTEM. On failure *address is NULL. The memory belongs to the process and to no agent, until
- * kvconn_free of its address, once; NULL is ignored. If an agent has it registered then, it stays until kvconn_close of
- * that agent has returned, and no agent registers it anew. A child of fork that touches it gets SIGSEGV.
+ * Allocates host memory for KV caches, which decode engines of the same host map: the fastest way between two
+ * processes. An engine may use the memory for anything else too. The memory is zeroed, all its pages are there, and
+ * it begins at a multiple of a page; if it has 2 MiB or more, at a multiple of 2 MiB. The call takes as long as the
+ * kernel needs to clear the memory. If 1024 allocations exist already, the result is KVCONN_ERR_OVERLOAD. If the host
+ * or the process's cgroup has not got the bytes, the result is KVCONN_ERR_SYSTEM. On failure *address is NULL.
+ *
+ * The memory belongs to the process and to no agent. kvconn_free takes its address once, and ignores NULL. If an agent
+ * has registered the memory, it stays until kvconn_close of that agent has returned, and no agent can register it
+ * anew. A child made by fork that touches the memory gets SIGSEGV.
  */
 int32_t kvconn_alloc(uint64_t bytes, void **address);
 int32_t kvconn_free(void *address);
 
-/* Marks what a CUDA stream has been given up to now: *moment passes when the GPU has done it. region is any one on
-   the stream's GPU; stream is a CUstream or cudaStream_t, NULL for the default one. The call waits for nothing. If
-   4096 moments of a GPU have not passed the result is KVCONN_ERR_OVERLOAD; while the stream is captured into a graph,
-   KVCONN_ERR_INVALID. */
+/* Marks the work that a CUDA stream has been given up to now: *moment passes when the GPU has done this work. region
+   is any region on the stream's GPU. stream is a CUstream or cudaStream_t, NULL for the default one. The call waits for
+   nothing. If 4096 moments of a GPU have not passed, the result is KVCONN_ERR_OVERLOAD. While the stream is captured
+   into a graph, it is KVCONN_ERR_INVALID. */
 int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, uint64_t *moment);
 
 /*
@@ -276,19 +278,19 @@ int32_t kvconn_moment(kvconn_agent agent, uint32_t region, void *stream, uint64_
  */
 int32_t kvconn_announce(kvconn_agent agent, const char *const *transfer_ids, size_t count, size_t *accepted);
 
-/* Prefill: these blocks hold these transfers. The blocks must stay unchanged until the completion. It comes when a
-   decode engine has loaded the transfer, when the transfer was cancelled or failed, or when no decode engine has
-   claimed or loaded it within lease_s. After GPU memory was mapped anew offers and loads of before fail, and so do
-   calls until these have ended: repeat them. */
+/* Prefill: these blocks hold these transfers. The blocks must stay unchanged until the completion. The completion
+   comes when a decode engine has loaded the transfer, when the transfer was cancelled or failed, or when no decode
+   engine has claimed or loaded it within lease_s. After GPU memory was mapped anew, offers and loads that began
+   before fail. Until they have ended, calls for new ones fail too: repeat the call. */
 int32_t kvconn_offer(kvconn_agent agent, const kvconn_offer_request *offers, size_t count, size_t *accepted);
 
 /*
- * Prefill: blocks of these transfers are ready while the engine still works on the requests. The call announces them
- * too. More calls may follow, and then the offer with all blocks. Ready blocks that a decode engine has asked for
- * move at once, so that chunks or layers of a prompt are sent while the next are computed. With regions (num_regions
- * ascending indices of kvconn_register_kv_caches) the blocks are ready in these regions only. They must stay
- * unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a transfer has ended
- * meanwhile, this call succeeds; the offer's completion says so.
+ * Prefill: blocks of these transfers are ready while the engine still works on the requests. The call announces the
+ * transfers too. More calls may follow, and then the offer with all blocks. Ready blocks that a decode engine has asked
+ * for move at once, so that chunks or layers of a prompt are sent while the next are computed. With regions
+ * (num_regions ascending indices of kvconn_register_kv_caches) the blocks are ready in these regions only. The blocks
+ * must stay unchanged until kvconn_withdraw has returned or, after the offer, until its completion. If a transfer has
+ * ended meanwhile, this call succeeds; the offer's completion says how the transfer ended.
  */
 int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *parts, size_t count,
                              const uint32_t *regions, size_t num_regions, size_t *accepted);
@@ -300,8 +302,8 @@ int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *par
  * with release order, after all threads that write the region have been joined; an interpreter's plain store will do.
  *
  * The agent reads the bytes soon after and sets them to 0. The agent's next kvconn_offer_partial, kvconn_offer,
- * kvconn_withdraw or kvconn_cancel ends the step: it reads them a last time. Outside of steps, and beyond the
- * registered regions, they mean nothing.
+ * kvconn_withdraw or kvconn_cancel ends the step: the agent then reads the bytes a last time. Outside of steps, and
+ * beyond the registered regions, the bytes mean nothing.
  *
  * The result is NULL, with a reason for kvconn_last_error, when the handle is not open, or when the kernel refuses
  * membarrier(2), which the agent needs to read a cache in host memory as it was stored. The engine then calls
@@ -309,29 +311,29 @@ int32_t kvconn_offer_partial(kvconn_agent agent, const kvconn_partial_offer *par
  */
 volatile uint8_t *kvconn_written_address(kvconn_agent agent);
 
-/* Prefill: marks regions in device memory, as a byte at kvconn_written_address does: the step has queued all that
-   writes them, and the moment passes when that is done. kvconn_written_on takes the moment itself, of a stream of the
-   first region's GPU. */
+/* Prefill: marks regions in device memory, as a byte at kvconn_written_address does for host memory. The step has
+   queued all work that writes these regions, and the moment passes when this work is done. kvconn_written_on takes the
+   moment itself, of a stream of the first region's GPU. */
 int32_t kvconn_written_after(kvconn_agent agent, const uint32_t *regions, size_t num_regions, uint64_t moment);
 int32_t kvconn_written_on(kvconn_agent agent, const uint32_t *regions, size_t num_regions, void *stream);
 
 /*
  * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine preempts or gives up. Unless the
- * transfer is cancelled too, decode engines load it anew when it, or a part of it, is offered again. The call waits
- * until nothing reads the blocks any more: a second or two at most when a peer takes no bytes. If it returns
+ * engine cancels the transfer too, decode engines load it anew when it, or a part of it, is offered again. The call
+ * waits until nothing reads the blocks any more: a second or two at most when a peer takes no bytes. If it returns
  * KVCONN_ERR_SYSTEM after timeout_ms, the blocks must not be used again while the agent is open. An unknown id is no
- * error. An offered id is KVCONN_ERR_INVALID, and the others are taken back nevertheless.
+ * error. For an id that was offered the result is KVCONN_ERR_INVALID; the other ids are taken back nevertheless.
  */
 int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 
 /*
  * Decode: the engine will load these transfers as soon as it has blocks for them. Until then the prefill engine keeps
- * them, within claim_s. A claim has num_groups 0 and no completion of its own. It ends by kvconn_start_load or
- * kvconn_cancel of the id. If its prefill engine goes meanwhile, the load fails at once. A claim of what is claimed
- * or loaded already is no error.
+ * them, within claim_s. A claim has num_groups 0 and no completion of its own. A claim ends by kvconn_start_load or
+ * kvconn_cancel of the id. If the prefill engine goes meanwhile, the load fails at once. To claim a transfer that is
+ * claimed or loaded already is no error.
  *
- * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the claim's token. After it a cancel changes
- * nothing, a load fails with the same code and reason, and a new claim is one of another request.
+ * With report_claims a claim also ends by a KVCONN_SIDE_CLAIM, which has the claim's token. After this completion a
+ * cancel changes nothing, a load fails with the same code and reason, and a new claim is for another request.
  */
 int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size_t count, size_t *accepted);
 
@@ -340,8 +342,8 @@ int32_t kvconn_claim(kvconn_agent agent, const kvconn_load_request *claims, size
 int32_t kvconn_start_load(kvconn_agent agent, const kvconn_load_request *loads, size_t count, size_t *accepted);
 
 /* Ends this agent's halves of transfers early, and tells the other side. Each half still gets its completion, with
-   KVCONN_CANCELLED unless it had ended. The prefill side remembers an id that it does not know: it refuses a later
-   load of it, and ends an offer of it at once. */
+   KVCONN_CANCELLED unless it had ended. A prefill agent remembers a cancelled id that it does not know: it refuses a
+   later load of that transfer, and ends an offer of it at once. */
 int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_t count, const char *reason,
                       size_t *accepted);
 
@@ -349,12 +351,12 @@ int32_t kvconn_cancel(kvconn_agent agent, const char *const *transfer_ids, size_
 int32_t kvconn_pending(kvconn_agent agent);
 
 /* The address of the number that kvconn_pending returns, for a caller that cannot afford even a call: 32 bits that
-   change atomically. They are not 0 either when kvconn_pending has an error to tell. The result is NULL when the
+   change atomically. These bits are also not 0 when kvconn_pending would return an error. The result is NULL when the
    handle is not open. */
 const volatile uint32_t *kvconn_pending_address(kvconn_agent agent);
 
-/* Moves up to capacity completions out, and their number to *count. Never waits. completion_size is the caller's
-   sizeof(struct kvconn_completion). */
+/* Moves up to capacity completions out, and their number to *count. The call never waits. completion_size is the
+   caller's sizeof(struct kvconn_completion). */
 int32_t kvconn_get_finished(kvconn_agent agent, kvconn_completion *completions, size_t completion_size,
                             size_t capacity, size_t *count);
 
@@ -366,9 +368,9 @@ int32_t kvconn_event_fd(kvconn_agent agent);
    KVCONN_ERR_BUFFER says that capacity is too small. */
 int32_t kvconn_stats(kvconn_agent agent, char *buffer, size_t capacity, size_t *length);
 
-/* The text of this thread's last failed call, which names the wrong value and the remedy. It ends with a NUL and is
-   cut off at capacity or after 1023 bytes. Like errno it only has a meaning after a call of the same thread has
-   failed. */
+/* The text of this thread's last failed call, which names the wrong value and the remedy. The text ends with a NUL
+   and is cut off at capacity or after 1023 bytes. Like errno it only has a meaning after a call of the same thread
+   has failed. */
 int32_t kvconn_last_error(char *buffer, size_t capacity);
 
 /* The "http://host:port" that this agent serves or has joined; else empty. */
@@ -388,10 +390,10 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
  * seconds more if the embedded server does not stop. At its end the event fd becomes readable once more and is
  * closed; the handle is stale.
  *
- * If a GPU does not answer, the call cannot promise that no byte lands. It returns within the same time, with
+ * If a GPU does not answer, the call cannot promise that no byte lands. The call returns within the same time, with
  * KVCONN_ERR_SYSTEM and the device's number in the reason, and the handle is stale all the same. That GPU may still
  * read and write the registered memory that lies on it. So that memory must be neither freed nor used again while the
- * process lives. The library keeps its own pinned memory, which the GPU may use too.
+ * process lives. The library keeps its own pinned memory, since the GPU may still use that too.
  */
 int32_t kvconn_close(kvconn_agent agent);
 

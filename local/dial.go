@@ -82,7 +82,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if r.closed {
 		return errClosed
 	}
-	if r.hung[peer] > 0 {
+	if r.hangs(peer) {
 		return fmt.Errorf("local: prefill agent %s: %w", peer, errHung)
 	}
 	old := r.sources[peer]
@@ -114,7 +114,7 @@ func (r *receiver) again(src *source) {
 	if src.link == nil {
 		tries = min(src.tries+1, mostDoubled)
 	}
-	if !r.closed && r.sources[src.id] == src && r.hung[src.id] == 0 && time.Since(src.ended) >= r.redial<<tries {
+	if !r.closed && r.sources[src.id] == src && !r.hangs(src.id) && time.Since(src.ended) >= r.redial<<tries {
 		r.dial(&source{id: src.id, endpoint: src.endpoint, place: src.place, ticket: src.ticket, tries: tries})
 	}
 }

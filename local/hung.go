@@ -129,7 +129,7 @@ func (r *receiver) wasHung(b *batch, err error) bool {
 	} else {
 		in.flying--
 	}
-	r.unhang(in.source.id)
+	less(r.hung, in.source.id)
 	r.bury(in)
 	var told chan struct{}
 	if in.flying == 0 {
@@ -157,14 +157,18 @@ func (r *receiver) wasHung(b *batch, err error) bool {
 	return true
 }
 
-// unhang notes that one copy less hangs; r.mu is held.
-func (r *receiver) unhang(peer core.AgentID) {
-	if r.hung[peer]--; r.hung[peer] == 0 {
-		delete(r.hung, peer)
+// less counts one less of a peer.
+func less(of map[core.AgentID]int, peer core.AgentID) {
+	if of[peer]--; of[peer] == 0 {
+		delete(of, peer)
 	}
 }
 
-// after is what Close has to say of copies that hang.
+// hangs says whether the kernel has not ended what it does in P's memory, so the two do not meet again yet; r.mu is held.
+func (r *receiver) hangs(peer core.AgentID) bool { return r.hung[peer]+r.unread[peer] > 0 }
+
+// after is what Close has to say of copies that hang. A value that is still being read is no copy: Close may meet one that has just
+// begun, and it goes where nobody looks.
 func (r *receiver) after() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -191,13 +195,13 @@ func (src *source) readRandom(ctx context.Context, pid int, address uint64) (rea
 	case <-ctx.Done():
 	}
 	r.mu.Lock()
-	r.hung[src.id]++
+	r.unread[src.id]++
 	r.mu.Unlock()
 	safe.Go("local random", func() {
 		<-ended
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		r.unhang(src.id)
+		less(r.unread, src.id)
 	})
 	return read, syscall.ETIMEDOUT
 }

@@ -7,9 +7,10 @@ import (
 
 // Report says what this machine lets two of its processes do.
 type Report struct {
-	Available bool `json:"available"`
-	Tried     bool `json:"tried"`  // two processes have exchanged a block by it: Inspect looks at this one only
-	Mapped    bool `json:"mapped"` // the same out of memory that the other has mapped
+	Available bool   `json:"available"`
+	Tried     bool   `json:"tried"`             // two processes have exchanged a block by it: Inspect looks at this one only
+	Untried   string `json:"untried,omitempty"` // why no second process was tried
+	Mapped    bool   `json:"mapped"`            // the same out of memory that the other has mapped
 	// MappingProblem is why not.
 	MappingProblem string `json:"mapping_problem,omitempty"`
 	Problem        string `json:"problem,omitempty"`

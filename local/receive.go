@@ -36,6 +36,7 @@ type receiver struct {
 	patrol *delayed             // looks at them; nil: there is none
 	armed  time.Time            // when that one was
 	hung   map[core.AgentID]int // copies that have not ended long after their begin
+	unread map[core.AgentID]int // values of P's whose reading has not ended in time; it writes nothing of the caches
 }
 
 // inbound is one transfer that is expected. Its fields are guarded by receiver.mu.
@@ -82,7 +83,8 @@ func (in *inbound) mostSpans() int {
 func (r *receiver) init(t *Transport) {
 	r.t, r.redial = t, redialAfter
 	r.byID, r.byGrant, r.telling = map[core.TransferID]*inbound{}, map[random]*inbound{}, map[core.TransferID]chan struct{}{}
-	r.sources, r.copies, r.hung = map[core.AgentID]*source{}, map[*batch]struct{}{}, map[core.AgentID]int{}
+	r.sources, r.copies = map[core.AgentID]*source{}, map[*batch]struct{}{}
+	r.hung, r.unread = map[core.AgentID]int{}, map[core.AgentID]int{}
 }
 
 // Expect implements core.Transport.

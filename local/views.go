@@ -144,7 +144,7 @@ func (v *views) copy(c *copier, b *batch) (done uint64, err error) {
 				if src == nil {
 					return done, &unreadable{r.base + from.off, b.position + done}
 				}
-				n := copy(unsafe.Slice(*(**byte)(unsafe.Pointer(&to.base)), to.len), src[:min(uint64(len(src)), r.len-from.off)])
+				n := copyOf(b.into.total, unsafe.Slice(*(**byte)(unsafe.Pointer(&to.base)), to.len), src[:min(uint64(len(src)), r.len-from.off)])
 				done, to = done+uint64(n), iovec{to.base + uintptr(n), to.len - uintptr(n)}
 				from.advance(uint64(n))
 			}

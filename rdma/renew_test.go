@@ -73,9 +73,16 @@ func renewable(t *testing.T, signal core.Signal) (*Transport, *changing, *corete
 
 func deafPeer(context.Context, core.AgentID, []byte) ([]byte, error) { return nil, core.ErrAbsent }
 
-// ended waits until a registration that is under way has ended.
+// ended waits until a registration that is under way has ended, and the peers have been asked.
 func (t *Transport) ended() {
-	_ = t.registered(patience)
+	late := time.After(patience)
+	for busy := t.renewal.waits(); busy != nil; busy = t.renewal.waits() {
+		select {
+		case <-busy:
+		case <-late:
+			return // what the test looks at then is not there
+		}
+	}
 }
 
 // lacking compares what is said of the memory.

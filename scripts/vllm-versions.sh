@@ -67,8 +67,9 @@ for version; do
 done
 
 {
-  printf '%s\n' '# vLLM releases' '' "What \`make e2e-versions\` came to, $(date -u +%F), $(nproc) cores without a GPU. The connector's tests run beside the release's own" \
-    'scheduler; pair, kinds (of caches) and ranks are real servers (`e2e/`). What a release lacks is found by looking, never by its number.' '' \
+  printf '%s\n' '# vLLM releases' '' "These are the results of \`make e2e-versions\` of $(date -u +%F), on $(nproc) cores without a GPU. The column \"connector\" has the connector's tests," \
+    "which run beside the release's own scheduler. The columns \"pair\", \"kinds\" (of caches) and \"ranks\" have the tests with real servers (\`e2e/\`)." \
+    "The connector finds out what a release lacks by looking at the release's code, and never by the release's number." '' \
     '| vLLM | torch | connector | pair | kinds | ranks |' '|---|---|---|---|---|---|'
   for version in "${known[@]}"; do
     row="| $version | $(cat $out/$version-torch 2>/dev/null || echo) |"

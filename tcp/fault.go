@@ -112,6 +112,9 @@ func (s *sender) cannotRead(st *outStream, out *outbound, frame, sent uint64, er
 	s.mu.Unlock()
 	s.tell(out, tell)
 	if !goesOn {
+		s.mu.Lock()
+		st.shut = true
+		s.mu.Unlock()
 		// D closes the stream then, and serve sees its end.
 		st.conn.SetReadDeadline(time.Now().Add(s.t.cfg.StallTimeout))
 		_ = st.conn.CloseWrite()

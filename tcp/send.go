@@ -63,6 +63,7 @@ type outStream struct {
 	number int
 	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
+	shut   bool            // P has said that it writes no more
 	life   context.Context // ends when dead is set
 	end    func()          // ends it
 	acked  uint64          // bytes that D's kernel had acknowledged at the last look
@@ -245,54 +246,6 @@ func (s *sender) nacked(p *outPeer, h *header) {
 	s.mu.Unlock()
 	if out != nil {
 		s.end(out, core.ErrNotExpected)
-	}
-}
-
-// returnGrace is how long transfers wait for a D whose streams have all broken:
-// a D that lives dials again at once; if D is dead, the blocks must come back.
-const returnGrace = 500 * time.Millisecond
-
-// streamEnded has the transfers that may have lost bytes wait until D has opened the
-// stream anew. It tells the sink when it was the peer's last stream. If D sent what it
-// should not, the connection did not just break, and the transfers end.
-func (s *sender) streamEnded(st *outStream, err error) {
-	network := broken(err)
-	err = fmt.Errorf("tcp stream from %s: %w: %w", st.conn.RemoteAddr(), core.ErrConnectionLost, s.t.describe(err))
-	s.mu.Lock()
-	if st.dead {
-		s.mu.Unlock()
-		return
-	}
-	st.die()
-	st.conn.Close() // not before: the stream's other goroutine would take this for the cause
-	p := st.peer
-	p.slots[st.number].stream = nil
-	s.discount(st)
-	bound := s.t.cfg.DialTimeout
-	if p.open == 0 && !errors.Is(err, errStuck) {
-		bound = s.grace
-	}
-	here := !s.closed && s.peers[p.id] == p
-	var lost []*outbound
-	for _, out := range p.byGrant {
-		switch {
-		case p.open > 0 && !out.sentOn(st.number):
-		case here && network && out.given.bytes == 0 && out.total > 0:
-			s.await(out, s.t.cfg.DialTimeout, err) // D may not have received a byte of P's yet, and is then not as quick
-		case here && network:
-			s.await(out, bound, err)
-		default:
-			lost = append(lost, out)
-		}
-	}
-	down := here && p.open == 0
-	p.wake.Broadcast()
-	s.mu.Unlock()
-	for _, out := range lost {
-		s.end(out, err)
-	}
-	if down {
-		s.t.sink.PeerDown(p.id, err)
 	}
 }
 

@@ -12,6 +12,10 @@ import (
 	"slices"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/internal/callprobe"
 )
 
 // PrefillCommand is the hidden argument that makes a program the second process.
@@ -31,6 +35,9 @@ const answerTimeout = 60 * time.Second
 // Start starts the second process: self is the command of this program, which
 // calls Serve where PrefillCommand is its argument.
 func Start(ctx context.Context, self []string) (*Process, error) {
+	if err := mayStart(); err != nil {
+		return nil, fmt.Errorf("second process: %w", err)
+	}
 	p := &Process{lines: make(chan []byte, 1), ended: make(chan error, 1)}
 	p.cmd = exec.CommandContext(ctx, self[0], append(slices.Clone(self[1:]), PrefillCommand)...)
 	p.cmd.Stderr = os.Stderr
@@ -57,6 +64,19 @@ func Start(ctx context.Context, self []string) (*Process, error) {
 		p.ended <- p.cmd.Wait()
 	}()
 	return p, nil
+}
+
+// mayStart says why this process would not survive to start another. Go makes these calls for each process that it starts.
+func mayStart() error {
+	for _, call := range []struct {
+		name   string
+		number uintptr
+	}{{"pidfd_open", unix.SYS_PIDFD_OPEN}, {"pidfd_send_signal", unix.SYS_PIDFD_SEND_SIGNAL}} {
+		if err := callprobe.Check(call.number); errors.Is(err, callprobe.ErrEnds) {
+			return fmt.Errorf("a filter of system calls (seccomp) forbids to start one: %s: %w: allow the call in the container's seccomp profile, or in systemd's SystemCallFilter", call.name, err)
+		}
+	}
+	return nil
 }
 
 // PID is the process's id.

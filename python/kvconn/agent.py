@@ -77,8 +77,8 @@ class Agent(DeviceCalls):
     def register_kv_caches(self, regions: Sequence[Region]) -> None:
         """Gives the agent the engine's paged KV memory, once.
 
-        The memory must stay allocated until :meth:`close` has returned. On a
-        prefill engine the agent is findable afterwards.
+        The memory must stay allocated until :meth:`close` has returned. When the call returns,
+        decode engines find a prefill engine's agent.
         """
         regions = list(regions)
         if self._loads:
@@ -124,14 +124,13 @@ class Agent(DeviceCalls):
     def offer_partial(self, parts: Iterable[PartialOffer], regions: Optional[Sequence[int]] = None) -> None:
         """Prefill: parts of these transfers are ready, others will follow.
 
-        The blocks that a decode engine has asked for move at once, while the rest
-        is computed. With ``regions``, which are indices of
-        :meth:`register_kv_caches` in rising order, the blocks are ready in these
-        regions only: in one layer, say. The call announces the transfers too.
-        :meth:`offer` must follow with all blocks, or :meth:`withdraw`. Blocks that
-        are ready must stay unchanged until the offer's completion, or until
-        :meth:`withdraw` has returned. If a transfer has ended meanwhile, this call
-        raises nothing; the completion of the transfer's offer tells.
+        The blocks that a decode engine has asked for move at once, while the rest is computed. With
+        ``regions``, which are indices of :meth:`register_kv_caches` in rising order, the blocks are
+        ready in these regions only: in one layer, say. The call announces the transfers too.
+        :meth:`offer` must follow with all blocks, or :meth:`withdraw`. Blocks that are ready must
+        stay unchanged until the offer's completion, or until :meth:`withdraw` has returned. If a
+        transfer has ended meanwhile, this call raises nothing; the completion of the transfer's
+        offer says how it ended.
         """
         if regions is not None and not len(regions):
             raise InvalidError("regions is empty: to mean all regions, leave it out")
@@ -145,25 +144,23 @@ class Agent(DeviceCalls):
         """Prefill: a byte for each region of :meth:`register_kv_caches`, by which a
         step says that it has written the region.
 
-        To set a byte to 1 says: the blocks that the last :meth:`offer_partial` called
-        ``computing`` are ready in this region. It is a plain store, cheap enough for
-        each layer. The agent looks at the bytes soon, and a last time when the next
-        call of :meth:`offer_partial`, :meth:`offer`, :meth:`withdraw` or :meth:`cancel` ends
-        the step. If the system refuses membarrier(2) this is empty; call
-        :meth:`offer_partial` with ``regions`` then. Do not use it after :meth:`close`, nor in
-        a forked child.
+        A byte that the engine sets to 1 says that the blocks which the last :meth:`offer_partial`
+        called ``computing`` are ready in this region. This is a plain store, cheap enough for each
+        layer. The agent looks at the bytes soon, and a last time when the next call of
+        :meth:`offer_partial`, :meth:`offer`, :meth:`withdraw` or :meth:`cancel` ends the step. If
+        the system refuses membarrier(2), the view is empty: then call :meth:`offer_partial` with
+        ``regions``. Do not use the view after :meth:`close`, nor in a forked child.
         """
         return self._written
 
     def withdraw(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
-        """Prefill: takes back the blocks that :meth:`offer_partial` gave, when their requests
-        are preempted or given up.
+        """Prefill: takes back the blocks that :meth:`offer_partial` gave, of requests that the engine preempts or gives up.
 
-        When the call returns, nothing reads the blocks any more: it waits for
-        writes that are under way, a second or two at most if a peer takes no bytes.
-        If it raises with :attr:`Status.SYSTEM`, the blocks must not be used again.
-        When the transfer is given to :meth:`offer_partial` again, or offered, decode loads it
-        anew. An unknown id is no error. The id of an offer is an error.
+        When the call returns, nothing reads the blocks any more: the call waits for writes that are
+        under way, a second or two at most if a peer takes no bytes. If the call raises with
+        :attr:`Status.SYSTEM`, the blocks must not be used again. When the engine gives the transfer
+        to :meth:`offer_partial` again, or offers it, decode loads it anew. An unknown id is no
+        error. An id that was offered is an error.
         """
         ids = list(transfer_ids)
         if ids:
@@ -173,11 +170,11 @@ class Agent(DeviceCalls):
     def claim(self, claims: Iterable[Claim]) -> None:
         """Decode: this engine will load these transfers as soon as it has blocks.
 
-        Until then the prefill engine keeps them, however long it takes. A claim
-        ends by :meth:`start_load` or :meth:`cancel`, without a completion. With
-        ``report_claims``, a claim also ends when a load could only fail, because the
-        prefill engine is gone or has ended the transfer: there is a completion of
-        kind "claim" then, and a load that follows fails with the same reason.
+        Until then the prefill engine keeps them, within ``claim_s``. A claim ends by
+        :meth:`start_load` or :meth:`cancel`, without a completion. With ``report_claims``, a claim
+        also ends when a load could only fail, because the prefill engine is gone or has ended the
+        transfer: there is a completion of kind "claim" then, and a load that follows fails with the
+        same reason.
         """
         claims = list(claims)
         if claims:
@@ -197,8 +194,8 @@ class Agent(DeviceCalls):
     def cancel(self, transfer_ids: Iterable[str], reason: str = "") -> None:
         """Ends this agent's halves early; each still gets its completion.
 
-        The other side is told. A prefill agent remembers an id that it does not
-        know: a load of it that arrives later is refused.
+        The call also tells the other side. A prefill agent remembers a cancelled id that it does
+        not know, and refuses a load of it that arrives later.
         """
         ids = list(transfer_ids)
         if ids:
@@ -229,7 +226,7 @@ class Agent(DeviceCalls):
         return n
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until :meth:`get_finished` has something; False after the time."""
+        """Waits until :meth:`get_finished` has something; False if it has nothing within the time."""
         if self._waiting():
             return True
         poll = select.poll()
@@ -264,9 +261,9 @@ class Agent(DeviceCalls):
     def close(self) -> None:
         """Ends every transfer and waits until no byte can land any more.
 
-        Completions that were not collected are lost. Closing twice is fine. If a GPU
-        does not answer, it raises with :attr:`Status.SYSTEM`: that GPU may still read
-        and write the registered memory, which must not be freed or used again.
+        Completions that were not collected are lost. Closing twice is fine. If a GPU does not
+        answer, the call raises with :attr:`Status.SYSTEM`: that GPU may still read and write the
+        registered memory, which must not be freed or used again.
         """
         handle, self._handle, self._agent = self._handle, 0, _CLOSED
         self._count, self._written = _ASK, _NO_BYTES

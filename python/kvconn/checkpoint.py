@@ -63,11 +63,11 @@ def model_fingerprint(
 ) -> str:
     """The fingerprint of a checkpoint, or :class:`NoFingerprint`.
 
-    ``model`` is a folder, a file, or the name of a model that huggingface_hub has
-    downloaded, with its ``revision`` and ``cache_dir``. ``config``: where its
-    configuration is, if that is another folder or name, with its ``config_revision``. ``dummy``: the weights are
-    made up, so that the configuration alone counts. ``facts`` are what else the
-    cache depends on, such as overrides of the configuration; JSON must hold them.
+    ``model`` is a folder, a file, or the name of a model that huggingface_hub has downloaded, with its
+    ``revision`` and ``cache_dir``. ``config`` says where its configuration is, if that is another folder or
+    name, with its ``config_revision``. ``dummy`` says that the weights are made up, so that the configuration
+    alone counts. ``facts`` are what else the cache depends on, such as overrides of the configuration; JSON must
+    hold them.
     """
     place = find(model, revision, cache_dir)
     place = place / subfolder if subfolder else place
@@ -77,7 +77,7 @@ def model_fingerprint(
 
 
 def adapter_fingerprint(folder: str, *, cache_dir: str | None = None) -> str:
-    """The same for an adapter (LoRA) with its adapter_config.json."""
+    """The fingerprint of an adapter (LoRA) with its adapter_config.json, or :class:`NoFingerprint`."""
     place = find(folder, None, cache_dir)
     parts = [_text(_configuration(place, ("adapter_config.json",))), _weights(place)]
     return _MARK + sha256("\0".join(parts).encode()).hexdigest()[:32]

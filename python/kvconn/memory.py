@@ -29,12 +29,13 @@ def alloc(nbytes: int) -> c.Array[c.c_char]:
     """Zeroed memory of so many bytes, as a writable buffer.
 
     ``numpy.frombuffer(buffer, dtype)`` and ``torch.frombuffer(buffer, dtype=...)`` are views of it, and
-    :func:`empty` is a tensor at once. It begins at a multiple of a page, of 2 MiB if it has so much. All of it is
-    there: the call takes a while for many GiB, and says so if the host or the process's cgroup has not got so much.
+    :func:`empty` gives a tensor over such memory. The memory begins at a multiple of a page; if it has 2 MiB or
+    more, at a multiple of 2 MiB. All its pages are there, so the call takes a while for many GiB. The call raises
+    if the host or the process's cgroup has not got so much.
 
-    The memory is freed when nothing uses it any more: no view of it, no tensor over one, and no agent that has
-    it registered and is open. At most 1024 are allocated at a time. The call loads the native library: make it after the
-    fork, in the process that uses the memory. A child of fork that touches it gets SIGSEGV.
+    The memory is freed when no view of it, no tensor over a view, and no open agent that has registered it uses it any
+    more. A process may have 1024 such allocations at a time. The call loads the native library: call it after the fork,
+    in the process that uses the memory. A child made by fork that touches the memory gets SIGSEGV.
     """
     nbytes = operator.index(nbytes)
     if not 0 < nbytes < 1 << 63:

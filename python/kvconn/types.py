@@ -55,7 +55,7 @@ class Region(NamedTuple):
     heads, and different numbers of tokens if one divides the other.
 
     ``index_kind`` says what the ids of the group name: a member of :class:`IndexKind`, or
-    ``IndexKind.ring(n)``. It is the same in all regions of a group, and on both sides.
+    ``IndexKind.ring(n)``. All regions of a group, on both sides, have the same ``index_kind``.
 
     ``read_only`` says that nobody may write the memory, such as an array that numpy
     made read-only. An agent that loads refuses it.
@@ -84,14 +84,14 @@ class Region(NamedTuple):
 class Offer(NamedTuple):
     """Prefill's half of a transfer: these blocks hold it.
 
-    ``block_ids`` has one sequence per KV cache group, in the prompt's order.
-    ``first_block[g]`` is the position, in the prompt's blocks of group ``g``, of
-    the first one; blocks before it are not there (a sliding window); empty means
-    0. The blocks must stay unchanged until the completion. ``prompt`` is the
-    :func:`~kvconn.fingerprint` of the prompt's tokens, 64 bits unsigned; 0: not
-    said. If the load says another, a router has mixed two requests up: both halves
-    end with :attr:`Status.REFUSED`, and no byte is written. ``after`` is a moment of
-    :meth:`Agent.moment` before which nothing of the blocks is read; 0: they are written.
+    ``block_ids`` has one sequence per KV cache group, in the prompt's order. ``first_block[g]`` is
+    the position, in the prompt's blocks of group ``g``, of the first id; the offer does not hold
+    the blocks before it (a sliding window). If ``first_block`` is empty, each position is 0. The
+    blocks must stay unchanged until the completion. ``prompt`` is the :func:`~kvconn.fingerprint`
+    of the prompt's tokens, 64 bits unsigned; 0: not said. If offer and load say different ones, a
+    router has mixed two requests up: both halves end with :attr:`Status.REFUSED`, and no byte is
+    written. ``after`` is a moment of :meth:`Agent.moment`: before it has passed, the agent reads
+    nothing of the blocks. 0: the blocks are written.
     """
 
     transfer_id: str
@@ -105,15 +105,14 @@ class Offer(NamedTuple):
 class PartialOffer(NamedTuple):
     """A partial offer: blocks that are ready while prefill still works on the request.
 
-    ``block_ids`` has, per KV cache group, the blocks that follow those of the
-    partial offers before; ``first_block`` is as in :class:`Offer`, and counts with
-    the first blocks of a group. ``ready[g]`` is how many blocks of the prompt, from
-    its start, are ready in group ``g``. ``prompt`` is as in :class:`Offer`; say it
-    in each partial offer, so that no block goes to a decode engine that asks for
-    another prompt. To say another number later is an error. ``computing[g]`` counts as
-    ``ready[g]`` does: so many blocks will be ready in a region when
-    :attr:`Agent.written` says that the region is written. ``after`` is as in
-    :class:`Offer`, of the blocks that are ready.
+    ``block_ids`` has, per KV cache group, the blocks that follow those of the partial offers
+    before; ``first_block`` is as in :class:`Offer`, and counts with the first blocks of a group.
+    ``ready[g]`` is how many blocks of the prompt, from its start, are ready in group ``g``.
+    ``prompt`` is as in :class:`Offer`; give it in each partial offer, so that no block goes to a
+    decode engine that asks for another prompt. A later partial offer with another number is an
+    error. ``computing[g]`` counts as ``ready[g]`` does: so many blocks will be ready in a region
+    when :attr:`Agent.written` says that the region is written. ``after`` is as in :class:`Offer`,
+    for the blocks that are ready.
     """
 
     transfer_id: str
@@ -126,12 +125,11 @@ class PartialOffer(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Decode's word that it will load a transfer as soon as it has blocks.
+    """Decode's request to keep a transfer, which it will load as soon as it has blocks.
 
-    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its
-    ranks; ``engine_id`` says which of its data-parallel ranks. With
-    ``report_claims``, a claim that comes to nothing has a completion; ``token``
-    comes back in it.
+    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its ranks;
+    ``engine_id`` says which of its data-parallel ranks. With ``report_claims``, a claim whose load
+    could only fail has a completion; ``token`` comes back in it.
     """
 
     transfer_id: str
@@ -143,19 +141,17 @@ class Claim(NamedTuple):
 class Load(NamedTuple):
     """Decode's half of a transfer: put it into these blocks.
 
-    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its
-    ranks: the agent finds out from which of them it loads, and there is one
-    completion. ``engine_id`` says which of the data-parallel ranks there.
-    ``first_block[g]`` is the position, in the prompt's blocks of group ``g``,
-    of the first one to load; empty means 0. ``tokens[g]`` is the number of the
-    prompt's tokens, from its start, that are copied. If ``tokens`` is empty or 0,
-    or blocks are opaque, as many are copied as the blocks have room for. A load
-    with no block id at all tells the prefill engine that nothing is needed, and it
-    frees its blocks. The blocks belong to the transfer until its completion.
-    ``prompt`` is as in :class:`Offer`, of the prompt whose cache is to be loaded;
-    0: whatever prefill has under this id. ``after`` is a moment of :meth:`Agent.moment`
-    before which nothing is written into the blocks: kernels that run may still read or
-    write what the blocks held before. 0: no kernel does.
+    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its ranks: the agent
+    finds out from which of them it loads, and there is one completion. ``engine_id`` says which of
+    the data-parallel ranks there. ``first_block[g]`` is the position, in the prompt's blocks of
+    group ``g``, of the first block to load; if it is empty, each position is 0. ``tokens[g]`` is
+    the number of the prompt's tokens, from its start, that are copied. If ``tokens`` is empty or 0,
+    or blocks are opaque, as many are copied as the blocks have room for. A load with no block id at
+    all tells the prefill engine that decode needs nothing, and the prefill engine frees its blocks.
+    The blocks belong to the transfer until its completion. ``prompt`` is as in :class:`Offer`, of
+    the prompt whose cache is to be loaded; 0: whatever prefill has under this id. ``after`` is a
+    moment of :meth:`Agent.moment`: before it has passed, nothing is written into the blocks, since
+    kernels that run may still read or write what the blocks held before. 0: no kernel does.
     """
 
     transfer_id: str
@@ -181,12 +177,11 @@ class Completion(NamedTuple):
     - "claim", on a decode engine with ``report_claims``: a load of the transfer could
       only fail. ``code`` says why, and is never 0.
 
-    ``code`` is 0 or a :class:`~kvconn.Status`; ``reason`` says why in words.
-    ``transfer_s`` is how long bytes were under way, and of a load by tcp those of
-    others from the same agent. Loads by tcp and local, and offers by tcp, leave out
-    time in which decode had all that was computed; else it runs from the first byte
-    to the last. ``wait_s`` is the rest of a load's time since the call; of an offer
-    it runs until the sending begins.
+    ``code`` is 0 or a :class:`~kvconn.Status`; ``reason`` says why in words. ``transfer_s`` is how
+    long bytes were under way. A load by tcp also counts bytes of other loads from the same agent.
+    Loads by tcp and local, and offers by tcp, leave out the time in which decode had all that was
+    computed. All others count from the first byte to the last. ``wait_s`` of a load is its time
+    since the call, less ``transfer_s``. ``wait_s`` of an offer lasts until the sending begins.
     """
 
     transfer_id: str

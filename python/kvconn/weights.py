@@ -1,8 +1,8 @@
 """How often the engine of this process has replaced its weights while it ran: a part of each prompt's fingerprint.
 
-When two engines meet, they compare the weights with which they started. What each has replaced since then is not compared
-with the other's. It is counted: an engine that has replaced its weights exchanges caches only with engines that have
-replaced theirs as often. Each replacement reaches all ranks of an engine, so all ranks count the same.
+When two engines meet, they compare the weights with which they started. They do not compare what each has replaced since
+then, but only how often: an engine that has replaced its weights exchanges caches only with engines that have replaced
+theirs as often. Each replacement reaches all ranks of an engine, so all ranks count the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Weights:
         self._inside = False
 
     def of_prompt(self, prompt: int) -> int:
-        """A prompt's fingerprint with what became of the weights. If the engine has replaced none, it is that of the prompt itself.
+        """A prompt's fingerprint, changed by the count of replacements. If there was none, it is the prompt's own.
 
         Raises TransferError if no other engine can be known to have the same weights.
         """
@@ -47,7 +47,7 @@ class Weights:
         return (prompt ^ int.from_bytes(sha256(b"weights %d" % self.replaced).digest()[:8], "little")) or 1
 
     def begin(self, model: Any) -> None:
-        """Before anything is replaced: a replacement that fails midway is one too, and leaves weights that no other engine has."""
+        """Called before anything is replaced. A replacement that fails midway counts too: it leaves weights that no other engine has."""
         self.replaced += 1
         self._unsure.add(model)
         logger.info(
@@ -64,7 +64,8 @@ class Weights:
         self._unsure.discard(model)
 
     def replace(self, model: Any, call: Callable[[], Any]) -> Any:
-        """Makes a call that replaces a model's weights, or a part of them: then the session counts."""
+        """Makes a call that replaces a model's weights. If a session is open, the call replaces a part
+        of them, and only the session counts."""
         if self._inside:  # a call of another one that counts already
             return call()
         session = model in self._sessions

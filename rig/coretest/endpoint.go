@@ -61,7 +61,7 @@ func (e *endpoint) close() {
 	select {
 	case <-done:
 	case <-time.After(patience):
-		e.t.Errorf("%s: Close has not returned within %v", e.id, patience)
+		e.t.Errorf("%s: Close has not returned within %v\n%s", e.id, patience, goroutines())
 	}
 	for _, o := range e.sink.All("written", "") {
 		if e.wrote[o.ID] == 0 {

@@ -3,6 +3,7 @@ package coretest
 import (
 	"errors"
 	"fmt"
+	"runtime"
 	"testing"
 	"time"
 
@@ -46,8 +47,14 @@ func within(t *testing.T, what string, f func()) {
 	select {
 	case <-done:
 	case <-time.After(patience):
-		t.Fatalf("%s has not returned within %v", what, patience)
+		t.Fatalf("%s has not returned within %v\n%s", what, patience, goroutines())
 	}
+}
+
+// goroutines is where all of them are: what waits for what.
+func goroutines() string {
+	b := make([]byte, 1<<20)
+	return string(b[:runtime.Stack(b, true)])
 }
 
 func betweenProcesses(t *testing.T, f Fixture) {

@@ -14,7 +14,7 @@ _ASK_S = 2.0  # for one answer
 
 
 class Access:
-    """The agent's own settings, for what this package asks by itself."""
+    """The agent's security settings, for the requests that this package makes by itself."""
 
     def __init__(self, config: Mapping[str, Any], *, own: bool) -> None:
         """own: for the engine's own bootstrap port only, which the operator has named."""

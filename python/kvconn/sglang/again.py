@@ -1,7 +1,7 @@
 """Requests that are prefilled again under their room: SGLang's decode retracts them, to go on with other weights.
 
-Both sides must give such a turn of the request the same transfer. SGLang's decode asks prefill for it by an ordinary request,
-whose id says the turn.
+Both sides must use the same transfer for each such turn of the request. SGLang's decode asks prefill for the turn by an
+ordinary request, whose id has the turn's number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def marked(payload: dict[str, Any], turn: int) -> dict[str, Any]:
 
 
 def prefill(receiver: Any, payload: dict[str, Any], bound_s: float) -> None:
-    """Has the prefill engine of a receiver's request compute it again."""
+    """Has the prefill engine of a receiver's request compute the request again."""
     room, rooms = receiver.room, receiver.kv_mgr.rooms
 
     def ended(result: RouteError | None) -> None:
@@ -49,7 +49,8 @@ def prefill(receiver: Any, payload: dict[str, Any], bound_s: float) -> None:
 
 
 class Prefills:
-    """Asks prefill servers by their own API. Answers come when a request is computed, so questions have other connections."""
+    """Asks prefill servers by their own API. An answer comes when the request is computed, so these questions have
+    connections of their own."""
 
     def __init__(self, access: Any, key: str) -> None:
         """key: the servers' API key; empty: they have none."""

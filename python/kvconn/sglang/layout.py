@@ -163,7 +163,7 @@ class Layout:
 
     @property
     def one_part_each(self) -> list[str]:
-        """The types of states of which each tensor parallel rank has a part that cannot be cut: both need equally many."""
+        """The types of states of which each tensor parallel rank has a part that cannot be cut: both engines need equal sizes."""
         return [name for name, kind in zip(self.state_types, self._kinds) if kind.sharded]
 
     def blocks(self, pages: Any, states: Sequence[Any] | None, row: int | None) -> list[Any]:

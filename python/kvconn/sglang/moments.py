@@ -1,8 +1,8 @@
 """How far a GPU has come when its pages may be read or written: moments of SGLang's streams.
 
 SGLang's scheduler queues work and goes on before the GPU has done it: forward passes on one stream, and on its current stream
-what prepares them. It gives pages to a request while a pass that is under way still reads or writes them for another. With
---pp-size above 1 it sends the pages of a pass that is under way.
+what prepares them. The scheduler gives pages to a request while a pass that is under way still reads or writes them for
+another request. With --pp-size above 1 it sends the pages of a pass that is under way.
 """
 
 from __future__ import annotations

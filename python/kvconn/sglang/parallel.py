@@ -53,7 +53,7 @@ def _context(name: str) -> Any:
 
 
 def leaf(name: str, server_args: Any, default: Any = None) -> Any:
-    """A setting as SGLang has resolved it; as it was given, where an older SGLang resolves it in place."""
+    """A setting as SGLang has resolved it. An older SGLang resolves settings in place: there it is the setting as it is now."""
     try:
         value = _context("get_context").config_leaf(name)
     except (AttributeError, ValueError):

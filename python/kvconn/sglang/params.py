@@ -144,7 +144,7 @@ def server_config(host: str, port: int, extra: Mapping[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the agent of a prefill rank has besides."""
+    """Further settings of a prefill rank's agent."""
 
     bootstrap: str  # the address of its engine's bootstrap port
     route_info: Mapping[str, Any]

@@ -1,7 +1,7 @@
-"""What becomes of each room: SGLang's states out of the agent's completions.
+"""Gives each room its state of SGLang's, by the agent's completions.
 
 The scheduler polls every room on every step, so a poll reads an attribute. The completions of all rooms are collected at
-once, and only if there are some: reading a number in memory tells. Only settle waits. All methods belong to the scheduler's
+once, and only if a number in memory says that there are some. Only settle waits. All methods belong to the scheduler's
 thread, except those of Inbox.
 """
 
@@ -37,7 +37,8 @@ def _end(why: str) -> NoReturn:
 
 
 class Holder:
-    """The sender or receiver of a room. If the scheduler drops it without a word, the agent must forget the request."""
+    """The sender or receiver of a room. If the scheduler drops the holder without a call, the agent must forget the
+    request."""
 
     room: Room
 
@@ -125,7 +126,7 @@ class Rooms:
 
     def open(self, number: Any, prompt: int = 0, again: int = 0, why: str = "") -> Room:
         """A room for a new request. prompt is the fingerprint of its prompt; 0: not known. again: how often it was prefilled before.
-        why: the reason for which it cannot be carried.
+        why: the reason for which the request cannot be carried.
 
         A room that cannot be used is in the state FAILED.
         """
@@ -202,7 +203,7 @@ class Rooms:
             self._let_go(room, room.reason or "")
 
     def move(self, room: Room, claim: Callable[[], None], load: Callable[[], None]) -> None:
-        """Another rank of the prefill engine has the request than the one that was asked."""
+        """Asks anew: another rank of the prefill engine has the request, and not the one that was asked."""
         if room.known:
             room.known, room.state = False, BOOTSTRAPPING
             self.let_go(room.id, "another data parallel rank has it")

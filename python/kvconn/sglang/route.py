@@ -128,7 +128,7 @@ class Router:
     # -- the scheduler's thread -------------------------------------------------------------------------------------
 
     def engine(self, address: str, then: Callable[[Engine | RouteError], None]) -> None:
-        """Calls then with the engine: at once if the engine is known, else in a later tick."""
+        """Calls ``then`` with the engine: at once if the engine is known, else in a later tick."""
         known, until = self._known.get(address, (None, 0.0))
         if known is not None and time.monotonic() < until:
             then(known)
@@ -168,7 +168,7 @@ class Router:
         self._known.pop(address, None)
 
     def dp_rank(self, address: str, room: int, then: Callable[[int | RouteError], None]) -> None:
-        """Calls then, in a later tick, with the data parallel rank that the prefill engine has given a request to."""
+        """Calls ``then``, in a later tick, with the data parallel rank to which the prefill engine has given a request."""
         self._queue(self._asking, address, room, (then, time.monotonic()), self._ask_ranks)
 
     def tell_dp_rank(self, address: str, room: int, rank: int) -> None:
@@ -176,7 +176,8 @@ class Router:
         self._queue(self._telling, address, room, (rank, _log_error), self._tell_ranks)
 
     def prefill_again(self, address: str, payload: dict[str, Any], bound_s: float, then: Callable[[RouteError | None], None]) -> None:
-        """Has a prefill server compute a request, by its own API. Calls then with what went wrong, or None when it is computed."""
+        """Has a prefill server compute a request, by its own API. Calls ``then`` with what went wrong, or with None when the
+        request is computed."""
         self._start(self._prefills.ask(address, payload, bound_s), then, "prefills")
 
     def _queue(self, queues: dict[str, dict[int, Any]], address: str, room: int, item: Any, work: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
-"""Prompts that an engine computed though another engine was to: counted, and said in the log.
+"""Counts and logs the prompts that an engine computed in another engine's place.
 
-A pair whose requests name no transfer, or whose loads all fail, gives right answers. It only does its work twice.
+A pair whose requests name no transfer, or whose loads all fail, gives right answers. Such a pair only does its
+work twice.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether vLLM may count a prefix as cached of which it has the attention, but not the states.
+        """Whether vLLM may count a prefix as cached if it has the prefix's attention cache, but not its states.
 
         A load brings a state whole, so such a prefix need not be carried again. If the load fails, vLLM computes the whole prompt. A
         window that lags would have a gap between its blocks and the load's.

@@ -51,7 +51,8 @@ def first_kept(block_ids: Sequence[int]) -> int:
 
 
 def transfer_groups(kv_cache_config: Any) -> list[int]:
-    """The KV cache groups that take part in transfers; all, in a vLLM that does not mark them."""
+    """The KV cache groups that take part in transfers. A vLLM that does not mark these has all
+    groups take part."""
     return [number for number, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
 
 

@@ -12,9 +12,9 @@ def hand_over(
     accepted: Callable[[Any], None],
     refuse: Callable[[Any, Exception], None],
 ) -> None:
-    """accept calls the agent, which takes works in order up to the first that it refuses; its error names that one.
+    """accept calls the agent, which takes works in order up to the first that it refuses. Its error names the refused work.
 
-    accept notes all works that it was given, accepted the one before a refused one, refuse the refused one.
+    accept notes all works that it was given, accepted each work before a refused one, and refuse the refused work.
     """
     works = list(works)
     while works:

@@ -1,4 +1,4 @@
-"""What the scheduler side and the worker side tell each other."""
+"""The messages between the scheduler side and the worker side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class OfPrompt:
     prompt: int
 
     def mark(self) -> int:
-        """What the agent is told of the prompt. Raises TransferError if the weights are not to be compared with another engine's."""
+        """The prompt's fingerprint for the agent. Raises TransferError if the weights are not to be compared with another
+        engine's."""
         return weights.engine.of_prompt(self.prompt)
 
 
@@ -76,7 +77,7 @@ class LoadWork(OfPrompt):
         return LoadWork(self.req_id, self.transfer_id, self.bootstrap_addr, self.engine_id, [], [])
 
     def load(self, after: int) -> Load:
-        """What the agent is told. after: the moment after which the blocks may be written."""
+        """The Load for the agent. after: the moment after which the blocks may be written."""
         return Load(
             self.transfer_id,
             self.bootstrap_addr,

@@ -2,9 +2,8 @@
 
 vLLM speaks of blocks when it has queued the work that writes or reads them: "this layer is written", "this request has ended",
 "load into these blocks". In host memory the work is done by then. A GPU does it later, in the order of the stream: the steps
-before may still run, and under async scheduling they do. So the worker marks the stream with each word that it passes on, and
-the agent acts on the word when the GPU has come to the mark. The agent calls a mark a moment, and 0 says that there is nothing
-to wait for.
+before may still run, and under async scheduling they do. So with each call to the agent the worker takes a moment of the
+stream, and the agent acts on the call when the GPU has come to that moment. 0 says that there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ class HostMoments:
 class DeviceMoments:
     """Of caches on one GPU, whose work vLLM queues on the stream that is current where it calls the connector.
 
-    What a layer has on another stream is waited for by this one before the layer's attention, and what a step has, before the
-    step ends. A model may run two layers beside each other: then each is called with a stream of its own.
+    If a layer has work on another stream, this stream waits for it before the layer's attention. If a step has such work,
+    this stream waits for it before the step ends. A model may run two layers beside each other: then each is called with a
+    stream of its own.
     """
 
     marks = None
@@ -55,7 +55,7 @@ class DeviceMoments:
         return moment
 
     def written(self, regions: array[int], step: Step) -> None:
-        """The work of a layer of the step on these regions is queued. The agent is told of several layers at once."""
+        """The step has queued a layer's work on these regions. The agent gets the news of several layers at once."""
         stream = self._stream()
         if self._every == 1:
             self._agent.written_on(tuple(regions), stream)

@@ -1,8 +1,8 @@
-"""What deployments say that were made for NIXL's or Mooncake's connector: their keys of kv_connector_extra_config and their
-environment variables.
+"""The keys of kv_connector_extra_config, and the environment variables, of deployments that were made for NIXL's or
+Mooncake's connector.
 
-What means something to kvconn is used; what means nothing is said once, by name. A key that none of the three knows goes to
-the agent, which refuses it.
+kvconn uses what means something to it, and logs the name of everything else once. A key that none of the three connectors
+knows goes to the agent, which refuses it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NIXL_PORT = 5600  # where vLLM's NIXL connector listens by default, and what fi
 
 
 class Understood(NamedTuple):
-    """Settings of an agent, and what the log is to say about those that another connector's words have led to."""
+    """Settings of an agent, and what the log is to say about those that come from another connector's keys and variables."""
 
     settings: dict[str, Any]
     remarks: list[str]

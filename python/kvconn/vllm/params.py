@@ -81,7 +81,7 @@ _RANDOM = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)  # which vLLM puts behind 
 
 
 def base_of(request_id: str) -> str:
-    """What the ids have in common of two engines' requests that came with one X-Request-Id."""
+    """The part of a request's id that two engines' ids have in common if both requests came with one X-Request-Id."""
     return _RANDOM.sub("", request_id)
 
 
@@ -91,8 +91,8 @@ def parse(params: Any, base: str = "") -> PrefillParams | DecodeParams | None:
     A decode request comes with Mooncake's keys, which the router has made, or with those of the prefill engine's answer
     (see answer). The answer has Mooncake's keys and NIXL's; a router may have dropped either.
 
-    base is given where routers ask both engines at once, with one X-Request-Id, and tell the decode engine that id as
-    remote_request_id and the prefill engine none: it is base_of the request's own id, and names the transfer.
+    base is base_of the request's own id, and names the transfer. base is given if routers ask both engines at once
+    with one X-Request-Id, tell the decode engine this id as remote_request_id, and tell the prefill engine no id.
     """
     if params is None:
         return None
@@ -279,7 +279,7 @@ def role_of(transfer: Any) -> str:
 def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str = OWN) -> dict[str, Any]:
     """The agent's configuration: first what vLLM knows, over it what the user says in kv_connector_extra_config.
 
-    name: that under which vLLM knows the connector.
+    name: the name under which vLLM knows the connector.
     """
     transfer = vllm_config.kv_transfer_config
     cache = vllm_config.cache_config

@@ -112,7 +112,7 @@ class PartialOffers:
                 self._compute(partial, there, after, meta)
 
     def stop(self, requests: Mapping[str, HasPartial], meta: KVConnMetadata) -> None:
-        """Takes everything back: vLLM computes nothing, though requests want it. It pauses, and may throw the cache away.
+        """Takes everything back, since vLLM computes nothing though requests want it: vLLM pauses, and may throw the cache away.
 
         A request that goes on after the pause is offered anew.
         """

@@ -29,7 +29,7 @@ def siblings(a: str, b: str) -> bool:
 
 
 class Taken(BadParams):
-    """Another request has the transfer, rightly."""
+    """Another request has the transfer, as it should: another sample or prompt of the same list."""
 
 
 class Used(BadParams):
@@ -41,7 +41,8 @@ class Used(BadParams):
 
 
 class Owners:
-    """Which request has each transfer, or had it: an agent carries a transfer once, so another one would wait for nothing."""
+    """Which request has each transfer, or had it: an agent carries a transfer once, so a second request would wait in
+    vain."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, str] = OrderedDict()
@@ -50,7 +51,8 @@ class Owners:
         """Raises Taken or Used if the transfer is another request's.
 
         Several samples of one prompt (n > 1), or several prompts, are several requests with one transfer id: the first of them
-        has it. vLLM's server adds a request that is aborted at once when one of its own has failed, in case that was not added.
+        has it. If a request of vLLM's server fails, the server adds one that is aborted at once, in case the failed one was
+        not added.
         """
         # An engine of both roles may be P and D of one transfer, so the key names the half.
         key, req_id = f"{'P' if isinstance(params, PrefillParams) else 'D'}:{params.transfer_id}", request.request_id

@@ -25,7 +25,7 @@ _WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 
 def model_keys(vllm_config: Any, extra: Mapping[str, Any]) -> dict[str, str]:
-    """The agent's keys about the model. A user who names the model says by that what may be taken for the same."""
+    """The agent's keys about the model. A user who names the model vouches that models of one name are the same."""
     model = vllm_config.model_config
     # The last part of the path: it stands in messages beside the fingerprint.
     keys = {"model": os.path.basename(str(model.model).rstrip("/"))}

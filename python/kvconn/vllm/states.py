@@ -102,7 +102,8 @@ def make_regions(
 ) -> list[Any]:
     """A region for each tensor of a layer's states. Its name says what its bytes mean, and of which rank they are.
 
-    The name does not begin as those of the layer's other regions would: vLLM never says that a state is written.
+    vLLM never says that a state is written, so the name does not begin like the names of the layer's other
+    regions.
     """
     sizes = [size for _, _, size in _tensors(spec)]
     *outer, content = tensor.shape

@@ -1,7 +1,8 @@
-"""What the connector counts. vLLM takes it with each step to the front end, which puts it into its log and /metrics.
+"""The connector's statistics. vLLM takes them with each step to the front end, which puts them into its log and
+/metrics.
 
-Statistics travel as plain lists and numbers, since vLLM sends them to another process. Each worker tells of its part of the
-transfers; the scheduler tells how many are under way.
+Statistics travel as plain lists and numbers, since vLLM sends them to another process. Each worker counts its part of the
+transfers; the scheduler counts how many are under way.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def reason_of(failure: Any) -> str:
 
 
 class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
-    """The same on /metrics, with vLLM's own labels and ours."""
+    """The statistics on /metrics, with vLLM's own labels and ours."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

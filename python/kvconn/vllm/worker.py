@@ -28,7 +28,7 @@ logger = logging.getLogger("kvconn.vllm")
 
 @dataclass
 class Reports:
-    """What one step tells the scheduler."""
+    """The reports of one step to the scheduler."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -116,8 +116,8 @@ class WorkerSide:
 
         Nothing here reads what the pass writes: an offer's blocks belong to a request that has ended, and a partial offer
         names as ready only blocks that earlier steps fill. On a GPU these steps may still run. All their work is queued by
-        now, that of a drafter too, which a runner starts after the output of which the scheduler took the request's end: a
-        worker does one step after the other. So a moment is taken here, on each rank, and not when a step ends.
+        now, since a worker does one step after the other. This holds for a drafter's work too, which a runner starts after
+        the output that has ended the request. So a moment is taken here, on each rank, and not when a step ends.
         """
         if not meta.says_something:
             self._step = None
@@ -146,7 +146,7 @@ class WorkerSide:
             self._offer_partial(meta.partials, step)
 
     def load(self, meta: KVConnMetadata) -> None:
-        """Called where vLLM wants loads to start: its work on these blocks, for requests that had them before, is queued."""
+        """Called where vLLM wants loads to start. By now vLLM has queued its work on these blocks for requests that had them."""
         step = self._step
         if step is None or step.meta is not meta or not step.enter(LOADED):
             return
@@ -176,7 +176,7 @@ class WorkerSide:
             step.by_layers, step.unwritten = False, {}  # the step's end tells
 
     def step_written(self, failed: bool = False) -> None:
-        """Tells the agent what its bytes have not told.
+        """Tells the agent which layers are written of those that no byte of Agent.written has said.
 
         failed: an exception goes through the step, so what the step was to compute is not there.
         """
@@ -304,10 +304,11 @@ class WorkerSide:
     # -- the step's reports -----------------------------------------------------------------------------------------
 
     def collect(self, empty_step: bool) -> Reports:
-        """What has ended since the last step.
+        """The requests that have ended since the last step.
 
-        A step without tokens runs only to ask this, and the next step follows at once. So this waits a moment: the
-        processor is free for the threads that move the bytes meanwhile, and a completion ends the wait.
+        A step without tokens runs only to ask this, and the next step follows at once. So this call waits a
+        little: until then the processor is free for the threads that move the bytes, and a completion ends the
+        wait.
         """
         began = time.perf_counter()
         completions = self._completions()

@@ -7,6 +7,7 @@
 #include <time.h>
 
 #define SLICE ((size_t)16 << 10)
+#define YIELDS 4
 
 uint64_t now(void) {
   struct timespec t;
@@ -37,7 +38,7 @@ __attribute__((no_sanitize("thread"))) static size_t count_wrong(const char *at,
   return wrong;
 }
 
-/* Calls `part` for each slice of n bytes. */
+/* Calls `part` for each slice of n bytes. It yields a few times only: beside busy processes each costs some of their turns. */
 static void torn(CUstream s, bool tear, size_t n, void (*part)(const struct op *, const struct piece *, size_t, size_t), const struct op *op, const struct piece *piece) {
   if (!tear || n <= SLICE) {
     part(op, piece, 0, n);
@@ -48,7 +49,7 @@ static void torn(CUstream s, bool tear, size_t n, void (*part)(const struct op *
   for (size_t i = 0; i < slices; i++) {
     size_t at = (backwards ? slices - 1 - i : i) * SLICE;
     part(op, piece, at, n - at < SLICE ? n - at : SLICE);
-    sched_yield();
+    if (i % (slices / YIELDS + 1) == 0) sched_yield();
   }
 }
 

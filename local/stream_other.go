@@ -1,0 +1,9 @@
+//go:build !amd64
+
+package local
+
+import "unsafe"
+
+func stream(dst, src unsafe.Pointer, n uintptr) {
+	copy(unsafe.Slice((*byte)(dst), n), unsafe.Slice((*byte)(src), n))
+}
