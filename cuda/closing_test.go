@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -150,4 +151,63 @@ func TestCloseBound(t *testing.T) {
 		t.Errorf("%v, and %d rings are left", err, e.Count("pinned")-pinned)
 	}
 	s.Bytes()[0] = 1 // it is still there
+}
+
+// TestCloseBesideACall: a close waits for a call that the driver does not answer, but no longer than its time. It holds up no other
+// call meanwhile, and then gives nothing back.
+func TestCloseBesideACall(t *testing.T) {
+	for _, c := range []struct {
+		what    string
+		close   time.Duration
+		answers bool // the driver, while the close waits
+	}{{"in time", patience, true}, {"too late", 200 * time.Millisecond, false}} {
+		t.Run(c.what, func(t *testing.T) {
+			e := engine.New(t, 0)
+			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: c.close})
+			if err != nil {
+				t.Fatal(err)
+			}
+			memory(t, e, d, grain)
+			if err := d.Prepare(); err != nil {
+				t.Fatal(err)
+			}
+			pinned := e.Count("pinned")
+			unblock := sync.OnceFunc(e.Unblock)
+			t.Cleanup(unblock)
+			e.Block("cuPointerGetAttribute")
+			looked, closed := make(chan error, 1), make(chan error, 1)
+			go func() { looked <- d.Check() }()
+			for e.Count("blocked") == 0 {
+				runtime.Gosched()
+			}
+			stream := e.Stream()
+			heard := make(chan error, 1)
+			e.Hold(stream)
+			release := sync.OnceFunc(func() { e.Release(stream) })
+			t.Cleanup(release)
+			d.Await(moment(t, d, stream), func(err error) { heard <- err })
+			go func() { closed <- d.Close() }()
+			if err := answer(t, heard); !errors.Is(err, ErrClosed) {
+				t.Errorf("who waits for a moment hears %v", err)
+			}
+			other := make(chan error, 1)
+			go func() { other <- d.Check() }()
+			if err := answer(t, other); !errors.Is(err, ErrClosed) {
+				t.Errorf("a look beside the close: %v", err)
+			}
+			release()
+			if c.answers {
+				unblock()
+				if err := answer(t, closed); err != nil || e.Count("pinned") != pinned-1 {
+					t.Errorf("the close: %v, and %d rings are left", err, e.Count("pinned")-pinned+1)
+				}
+			} else if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "a call of the driver has not returned") || e.Count("pinned") != pinned {
+				t.Errorf("the close: %v, and the driver may use the ring", err)
+			}
+			unblock()
+			if err := answer(t, looked); err != nil {
+				t.Errorf("the look: %v", err)
+			}
+		})
+	}
 }
