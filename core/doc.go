@@ -145,6 +145,7 @@
 //	expecting   Expecting                        requesting  SendLoad
 //	expecting   Expecting                        moving      Revoke
 //	expecting   Expecting FinishMessage          ending      Revoke SendFinish?
+//	expecting   RenewReplied                     ending      Revoke
 //	expecting   Cancel Close PartFails Tick      ending      Revoke SendFinish
 //	expecting   Remapped                         ending      Revoke SendFinish
 //	expecting   Received                         -           Report? SendFinish
@@ -169,7 +170,7 @@
 //	moving      PartFails Remapped               ending
 //	restarting  Revoked                          expecting   Expect
 //	restarting  Cancel Close PartFails Remapped  ending      SendFinish
-//	restarting  FinishMessage                    ending
+//	restarting  FinishMessage RenewReplied       ending
 //	ending      Revoked                          -           Report?
 //
 // Offers (P):

@@ -1,6 +1,10 @@
 package sim
 
-import "github.com/kvconn/kvconn/core"
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
 
 // todo is what a goroutine has to perform.
 type todo struct {
@@ -19,7 +23,8 @@ func (n *node) todoOf(act core.Action) *todo {
 // queued are the actions that wait.
 func (n *node) queued() int { return len(n.memory.list) + len(n.control.list) }
 
-// work performs the first action that waits. Before an action of core.OfMemory the memory is looked at, which takes its time.
+// work performs the first action that waits. Before an action of core.OfMemory the memory is looked at, which takes its time: a driver
+// that an engine keeps busy may answer after longer than a lease.
 func (a *agent) work(q *todo) {
 	a.perform(q.list[0])
 	if q.list = q.list[1:]; len(q.list) == 0 {
@@ -28,7 +33,10 @@ func (a *agent) work(q *todo) {
 	}
 	wait := a.w.delay() / 16
 	if q == &a.memory {
-		wait *= 4
+		if wait *= 4; a.w.plan.kind && a.w.looking.Float64() < 0.1 {
+			a.w.faults["slow-look"]++
+			wait = time.Duration(a.w.looking.Int64N(int64(2 * a.w.plan.opt.Lease)))
+		}
 	}
 	a.after(wait, func() { a.work(q) })
 }
