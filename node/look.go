@@ -5,6 +5,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // look is one look at the engine's memory, for transfers that were to begin before it is made: is it what was registered? It asks
@@ -12,32 +13,57 @@ import (
 // made without the lock of the machine.
 type look struct {
 	t     *transports
-	made  bool
+	made  bool // at all regions
 	found error
 }
+
+// look is one that is not made yet.
+func (t *transports) look() *look { return &look{t: t, made: fault.On("node-look-kept")} }
 
 // all looks at all regions.
 func (l *look) all() error {
 	if !l.made {
-		l.made, l.found = true, l.t.sound(l.t.devices.Check())
+		l.made, l.found = true, l.t.checked(l.t.devices.Check)
 	}
 	return l.found
 }
 
-// of looks at the regions that a write reads.
+// of looks at the regions that a write reads. If a look at all has found something, it may be in the way of other writes only.
 func (l *look) of(op *core.WriteOp) error {
-	few, ok := l.t.devices.Few(op.Pairs)
-	if op.Plan != nil || !ok || l.made && l.found == nil {
+	if op.Plan != nil || l.made && l.found == nil {
 		return l.all()
 	}
-	return l.t.sound(l.t.devices.CheckFew(few))
+	few, ok := l.t.devices.Few(op.Pairs)
+	if !ok && !fault.On("node-look-few") {
+		return l.all()
+	}
+	return l.t.checked(func() error { return l.t.devices.CheckFew(few) })
 }
 
-// sound hands on what a look has found. If a region's memory has changed, a transport that
-// has registered it with cards gives it up, unless the agent has taken the new memory since.
-func (t *transports) sound(changed error) error {
-	if changed == nil || t.devices.Check() == nil {
-		return changed
+// checked says what a look finds. If a region's memory has changed, a transport that has registered it with cards gives it up. If the
+// agent takes the new memory while the look is made, what the look has found is of before, and it is made once more.
+func (t *transports) checked(look func() error) error {
+	if t.devices == nil {
+		return nil
+	}
+	for {
+		epoch := t.devices.Epoch()
+		changed := look()
+		if changed == nil || !isChange(changed) && t.devices.Check() == nil { // the driver has failed once
+			return changed
+		}
+		if t.giveUp(epoch, changed) {
+			return changed
+		}
+	}
+}
+
+// giveUp has cards give up the memory of an epoch. It does nothing if the agent has taken other memory since.
+func (t *transports) giveUp(epoch uint64, changed error) bool {
+	t.taking.Lock()
+	defer t.taking.Unlock()
+	if t.devices.Epoch() != epoch && !fault.On("node-look-of-before") {
+		return false
 	}
 	if isChange(changed) {
 		t.changed.Store(true)
@@ -47,7 +73,7 @@ func (t *transports) sound(changed error) error {
 			r.Forget(changed)
 		}
 	}
-	return changed
+	return true
 }
 
 func isChange(err error) bool {

@@ -1,13 +1,11 @@
 package node
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"go.uber.org/zap"
 
@@ -15,7 +13,6 @@ import (
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
-	"github.com/kvconn/kvconn/wire"
 )
 
 // reached notes which calls have reached a transport. Its sink notes how writes have ended.
@@ -55,39 +52,66 @@ func (r *reached) took(t *testing.T, what string, want ...string) {
 // anyPlan is a plan of which nothing but its presence counts.
 type anyPlan struct{ core.Plan }
 
+// lookedAt are transports over a cache on a device, with one that notes what reaches it.
+func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
+	t.Helper()
+	var regions []core.Region
+	for i, base := range bases {
+		regions = append(regions, core.Region{Name: fmt.Sprint("layer.", i), Base: uint64(base), Memory: core.DeviceMemory(0),
+			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks})
+	}
+	cfg := testConfig(RoleBoth)
+	devs, err := devices.Open(regions, cfg.deviceOptions())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := new(reached)
+	all := newTransports("self", &cfg, zap.NewNop(), nil, r, nil)
+	t.Cleanup(all.drop)
+	all.devices = devs
+	all.add(r)
+	all.pair(aPeer).connected = map[string]bool{viaTCP: true}
+	return all, r
+}
+
+const aPeer = core.AgentID("peer")
+
+// writeOf is a write that reads some regions.
+func writeOf(id core.TransferID, regions ...uint32) core.WriteOp {
+	op := core.WriteOp{ID: id, Peer: aPeer, Grant: mark(viaTCP, []byte("grant")), Bytes: 2 * blockBytes}
+	for _, r := range regions {
+		op.Pairs = append(op.Pairs, core.Pair{SrcRegion: r, Length: blockBytes})
+	}
+	return op
+}
+
 // TestMemoryIsLookedAt: the memory under a region is asked for before a load, a write and more of a write reach the transport. If the engine has freed it, or
 // has mapped other memory at its addresses, none of them does: the load fails, the write fails, and the write that has begun is stopped and fails with the cause.
 func TestMemoryIsLookedAt(t *testing.T) {
 	leaktest.Check(t)
-	const peer = core.AgentID("peer")
-	for _, form := range []string{"pairs", "a plan"} {
+	for _, form := range []string{"pairs", "pairs of many regions", "a plan"} {
 		for _, happens := range []string{"it is freed", "it is mapped anew"} {
 			t.Run(form+", "+happens, func(t *testing.T) {
-				memory := engine.New(t, 0).Map(numBlocks * blockBytes)
-				regions := []core.Region{{Name: "layer.0", Base: uint64(memory.At), Memory: core.DeviceMemory(0), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}
-				cfg := testConfig(RoleBoth)
-				devs, err := devices.Open(regions, cfg.deviceOptions())
-				if err != nil {
-					t.Fatal(err)
+				const regions = 6
+				memory := engine.New(t, 0).Map(regions * numBlocks * blockBytes)
+				var bases []uintptr
+				for i := range uintptr(regions) {
+					bases = append(bases, memory.At+i*numBlocks*blockBytes)
 				}
-				r := new(reached)
-				all := newTransports("self", &cfg, zap.NewNop(), nil, r, nil)
-				t.Cleanup(func() { _ = all.Close() })
-				all.devices = devs
-				all.add(r)
-				all.pair(peer).connected = map[string]bool{viaTCP: true}
-				look := func() *look { return &look{t: all} }
+				all, r := lookedAt(t, bases...)
 				load := func(id core.TransferID) error {
-					_, err := all.Expect(id, peer, &landing{segments: []core.Segment{}}, look())
+					_, err := all.Expect(id, aPeer, &landing{segments: []core.Segment{}}, all.look())
 					return err
 				}
 				write := func(id core.TransferID) core.WriteOp {
-					op := core.WriteOp{ID: id, Peer: peer, Grant: mark(viaTCP, []byte("grant")), Bytes: 2 * blockBytes}
-					if form == "pairs" {
-						op.Pairs = []core.Pair{{Length: blockBytes}}
-					} else {
-						op.Plan = anyPlan{}
+					switch form {
+					case "pairs":
+						return writeOf(id, 0)
+					case "pairs of many regions":
+						return writeOf(id, 0, 1, 2, 3, 4, 5)
 					}
+					op := writeOf(id)
+					op.Plan = anyPlan{}
 					return op
 				}
 
@@ -95,9 +119,9 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Fatal(err)
 				}
 				r.took(t, "a load", "load")
-				all.Write(write("begun"), look())
+				all.Write(write("begun"), all.look())
 				r.took(t, "a write", "write")
-				all.Extend(write("begun"), look())
+				all.Extend(write("begun"), all.look())
 				r.took(t, "more of it", "more")
 
 				memory.Sleep()
@@ -108,12 +132,12 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Errorf("a load ends with %v", err)
 				}
 				r.took(t, "a load when the memory is gone")
-				all.Write(write("gone"), look())
+				all.Write(write("gone"), all.look())
 				if !isChange(r.ended) {
 					t.Errorf("a write ends with %v", r.ended)
 				}
 				r.took(t, "a write when the memory is gone")
-				all.Extend(write("begun"), look())
+				all.Extend(write("begun"), all.look())
 				r.took(t, "more of a write when the memory is gone", "stop")
 				all.sink(viaTCP).Written("begun", core.TransferStats{}, errors.New("it was stopped"))
 				if !isChange(r.ended) {
@@ -121,6 +145,93 @@ func TestMemoryIsLookedAt(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestOtherMemoryIsLookedAt: if a look at all memory has found a change, a write of other regions begins all the same.
+func TestOtherMemoryIsLookedAt(t *testing.T) {
+	leaktest.Check(t)
+	e := engine.New(t, 0)
+	gone := e.Map(numBlocks * blockBytes)
+	all, r := lookedAt(t, gone.At, e.Map(numBlocks*blockBytes).At)
+	gone.Sleep()
+	l := all.look()
+	if _, err := all.Expect("load", aPeer, &landing{segments: []core.Segment{}}, l); !isChange(err) {
+		t.Errorf("a load ends with %v", err)
+	}
+	all.Write(writeOf("gone", 0), l)
+	if !isChange(r.ended) {
+		t.Errorf("a write ends with %v", r.ended)
+	}
+	r.took(t, "a write of memory that is gone")
+	all.Write(writeOf("there", 1), l)
+	r.took(t, "a write of memory that is there", "write")
+}
+
+// TestEachBatchLooks: what begins later does not rely on an earlier look.
+func TestEachBatchLooks(t *testing.T) {
+	leaktest.Check(t)
+	memory := engine.New(t, 0).Map(numBlocks * blockBytes)
+	all, r := lookedAt(t, memory.At)
+	shapes := []core.Shape{{Name: "layer.0", BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}
+	match, err := core.NewMatch(shapes, shapes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	peers := newPeerTable()
+	from := &peer{id: aPeer, in: &matched{match: match}}
+	from.place = peers.order.PushBack(from)
+	peers.byID[aPeer] = from
+	p := &performer{log: zap.NewNop(), peers: peers, transports: all, halves: new(halves)}
+	expect := func(ids ...core.TransferID) {
+		var list []core.Action
+		for _, id := range ids {
+			list = append(list, core.Expect{ID: id, Peer: aPeer, Selection: core.Selection{Blocks: [][]core.BlockID{{1}}, First: []uint32{0}}})
+		}
+		p.performOfMemory(list)
+	}
+	expect("a", "b")
+	r.took(t, "two loads", "load", "load")
+	memory.Sleep()
+	expect("c")
+	r.took(t, "a load after the memory has gone")
+}
+
+// cards are a transport that has registered memory with cards.
+type cards struct {
+	reached
+	forgot error
+}
+
+func (c *cards) Forget(cause error)   { c.forgot = cause }
+func (c *cards) Renew()               {}
+func (c *cards) Lacks() (error, bool) { return nil, false }
+
+// TestLookOfBefore: if the agent takes the memory of now while a look is made, what the look has found is of the memory of before. Cards
+// keep the new memory, and the look is made again.
+func TestLookOfBefore(t *testing.T) {
+	leaktest.Check(t)
+	memory := engine.New(t, 0).Map(numBlocks * blockBytes)
+	all, _ := lookedAt(t, memory.At)
+	c := new(cards)
+	all.add(c)
+	memory.Sleep()
+	memory.Wake()
+	looks := 0
+	err := all.checked(func() error {
+		looks++
+		found := all.devices.Check()
+		if now, err := all.devices.Look(); looks == 1 && (err != nil || !now.Take()) {
+			t.Fatalf("the memory of now is not taken: %v", err)
+		}
+		return found
+	})
+	if err != nil || c.forgot != nil || looks != 2 {
+		t.Errorf("after %d looks: %v, and the cards forget the memory of now: %v", looks, err, c.forgot)
+	}
+	memory.Sleep()
+	if err := all.checked(all.devices.Check); !isChange(err) || !isChange(c.forgot) {
+		t.Errorf("%v, and the cards forget memory that is gone: %v", err, c.forgot)
 	}
 }
 
@@ -139,7 +250,7 @@ func TestOwnMemoryInTheWay(t *testing.T) {
 		for _, why := range c.refuse {
 			all.add(&reached{refuses: why})
 		}
-		_, err := all.Expect("t", peer, &landing{segments: []core.Segment{}}, &look{t: all})
+		_, err := all.Expect("t", peer, &landing{segments: []core.Segment{}}, all.look())
 		if err == nil || errors.Is(err, core.ErrMemory) != c.ours {
 			t.Errorf("%v: the load fails with %v", c.refuse, err)
 		}
@@ -148,121 +259,5 @@ func TestOwnMemoryInTheWay(t *testing.T) {
 				t.Errorf("%v does not say %v", err, why)
 			}
 		}
-	}
-}
-
-// heard is a bus that tells of messages of one kind that were answered.
-type heard struct {
-	core.Bus
-	kind     wire.Kind
-	answered chan struct{} // has room for one
-}
-
-// hears has one of an agent's messages of a kind.
-func hears(a *Agent, kind wire.Kind) *heard {
-	b := &heard{a.bus, kind, make(chan struct{}, 1)}
-	setBus(a, b)
-	return b
-}
-
-func (b *heard) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
-	rep, err := b.Bus.Request(ctx, via, to, req)
-	if req.Kind == b.kind && err == nil && rep.Code == 0 {
-		select {
-		case b.answered <- struct{}{}:
-		default:
-		}
-	}
-	return rep, err
-}
-
-// wait waits for so many answers.
-func (b *heard) wait(t *testing.T, n int) {
-	t.Helper()
-	late := time.NewTimer(bound)
-	defer late.Stop()
-	for range n {
-		select {
-		case <-b.answered:
-		case <-late.C:
-			t.Fatalf("no message of kind %v was answered within %v", b.kind, bound)
-		}
-	}
-}
-
-// onDevice opens an agent whose cache lies on a device of the driver double.
-func onDevice(t *testing.T, role string, device int) (*side, *engine.Engine) {
-	t.Helper()
-	e := engine.New(t, device)
-	cfg := testConfig(role)
-	cfg.Transport = viaTCP
-	a, err := Open(cfg, Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = a.Close() })
-	if err := a.RegisterKVCaches([]core.Region{{Name: "layer.0", Base: uint64(e.Alloc(numBlocks * blockBytes)), Memory: core.DeviceMemory(0),
-		BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}); err != nil {
-		t.Fatal(err)
-	}
-	return &side{Agent: a, t: t, seen: map[core.TransferID]core.Report{}}, e
-}
-
-// TestLookTakesLong: the driver does not answer what lies under the region of a transfer that is to begin. Meanwhile decode's renewals
-// are asked for and answered, and the agent tells its peer of an end by a message. When the driver has answered, the transfer goes well.
-func TestLookTakesLong(t *testing.T) {
-	for _, ours := range []string{RolePrefill, RoleDecode} {
-		t.Run(ours, func(t *testing.T) {
-			leaktest.Check(t)
-			p, pe := onDevice(t, RolePrefill, 0)
-			d, de := onDevice(t, RoleDecode, 1)
-			looks, e := p, pe
-			if ours == RoleDecode {
-				looks, e = d, de
-			}
-			ends, renewals := hears(looks.Agent, wire.KindFinish), hears(d.Agent, wire.KindRenew)
-			announce(t, p, "waits", "cancelled")
-			d.load("waits", p.BootstrapAddress(), 1)
-			d.load("cancelled", p.BootstrapAddress(), 2)
-			until(t, "two loads wait at prefill", func() bool { return d.Stats().LoadsWaiting == 2 })
-
-			stream := e.Stream()
-			e.Hold(stream)
-			after, err := looks.Moment(0, stream)
-			if err != nil {
-				t.Fatal(err)
-			}
-			selection := core.Selection{Blocks: [][]core.BlockID{{3}}}
-			if ours == RolePrefill {
-				d.load("slow", p.BootstrapAddress(), 3)
-				_, err = p.Offer([]core.OfferRequest{{ID: "slow", Selection: selection, After: after}})
-			} else {
-				p.offer("slow", 3)
-				from := core.Target{Bootstrap: p.BootstrapAddress()}
-				_, err = d.StartLoad([]core.LoadRequest{{ID: "slow", From: from, Selection: selection, After: after}})
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			until(t, "the other side has begun", func() bool {
-				return p.Stats().OffersUnderWay == 3 && (ours == RoleDecode || d.Stats().LoadsWaiting == 3)
-			})
-			e.Block("cuPointerGetAttribute")
-			t.Cleanup(e.Unblock)
-			e.Release(stream)
-			until(t, "the look waits for the driver", func() bool { return e.Count("blocked") > 0 })
-
-			renewals.wait(t, 3) // one was answered before, perhaps, and one asked for before: there is one at a time
-			if _, err := looks.Cancel([]core.TransferID{"cancelled"}, "of a test"); err != nil {
-				t.Fatal(err)
-			}
-			ends.wait(t, 1)
-			if n := e.Count("blocked"); n == 0 {
-				t.Error("the look has ended")
-			}
-			e.Unblock()
-			d.want("slow", core.OK)
-			p.want("slow", core.OK)
-		})
 	}
 }

@@ -106,7 +106,7 @@ const lookedAtOnce = 64
 // performOfMemory does actions of core.OfMemory.
 func (p *performer) performOfMemory(list []core.Action) {
 	for some := range slices.Chunk(list, lookedAtOnce) {
-		l := &look{t: p.transports}
+		l := p.transports.look()
 		for _, act := range some {
 			switch v := act.(type) {
 			case core.Expect:
