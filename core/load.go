@@ -38,25 +38,6 @@ func (s loadState) armed() bool {
 	return s == loadExpecting || s == loadRequesting || s == loadWaiting
 }
 
-// kept says whether P keeps the transfer as one that is claimed: it has not been asked for the load, or is to be asked anew, and
-// this agent's driver or engine may take its time before.
-func (s loadState) kept() bool {
-	return s == loadAwaiting || s == loadExpecting || s == loadRestarting
-}
-
-// renewed is kept, but for defects.
-func (s loadState) renewed() bool {
-	switch s {
-	case loadAwaiting:
-		return !fault.On("awaiting-not-renewed")
-	case loadExpecting:
-		return !fault.On("expecting-not-renewed")
-	case loadRestarting:
-		return !fault.On("restarting-not-renewed")
-	}
-	return false
-}
-
 // load is D's half of a transfer.
 type load struct {
 	id    TransferID

@@ -35,6 +35,25 @@ func (m *Machine) watch(now time.Time, id AgentID) {
 	}
 }
 
+// kept says whether D renews the load as a claim: P has not been asked for it, or is to be asked anew, and
+// this agent's driver or engine may take its time before.
+func (s loadState) kept() bool {
+	return s == loadAwaiting || s == loadExpecting || s == loadRestarting
+}
+
+// renewed is kept, but for defects.
+func (s loadState) renewed() bool {
+	switch s {
+	case loadAwaiting:
+		return !fault.On("awaiting-not-renewed")
+	case loadExpecting:
+		return !fault.On("expecting-not-renewed")
+	case loadRestarting:
+		return !fault.On("restarting-not-renewed")
+	}
+	return false
+}
+
 // renewals lists what is to be renewed at each P agent. Where a renewal is due, these are
 // all waiting loads, all claims that P knows, and, as claims, the loads that this agent's own memory
 // keeps from being asked for. Claims that P has not heard of go at

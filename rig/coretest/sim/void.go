@@ -24,7 +24,8 @@ func (a *agent) checkAnew(v core.SendRenew, answers []core.Answer) (after func()
 	n := len(a.memory.list)
 	return func() {
 		for i, id := range v.Loads {
-			if i >= len(answers) || answers[i].Status != core.StatusRestart || !slices.Contains(a.memory.list[n:], core.Action(core.Revoke{ID: id})) {
+			if i >= len(answers) || answers[i].Status != core.StatusRestart ||
+				!slices.Contains(a.memory.list[n:], core.Action(core.Revoke{ID: id})) {
 				continue
 			}
 			if which := answers[i].Reason; a.anew[which] {
