@@ -201,7 +201,8 @@ func TestCloseBesideACall(t *testing.T) {
 				if err := answer(t, closed); err != nil || e.Count("pinned") != pinned-1 {
 					t.Errorf("the close: %v, and %d rings are left", err, e.Count("pinned")-pinned+1)
 				}
-			} else if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "a call of the driver has not returned") || e.Count("pinned") != pinned {
+			} else if err := answer(t, closed); err == nil || e.Count("pinned") != pinned ||
+				!strings.Contains(err.Error(), "a call of the driver has not returned") {
 				t.Errorf("the close: %v, and the driver may use the ring", err)
 			}
 			unblock()

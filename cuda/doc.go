@@ -34,7 +34,6 @@
 // has done all of that.
 //
 //	device.Moment(stream) (uint64, error)   records it; cheap, allocates nothing, never 0
-//	device.Passed(moment) (bool, error)     does not wait
 //	device.Owns(moment) bool                an agent with several devices asks each
 //	device.Await(moment, tell func(error))  returns at once; tell is called once: nil when it has passed
 //

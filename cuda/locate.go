@@ -127,8 +127,8 @@ func (l *Locator) Find(addr uintptr, bytes uint64) (Place, error) {
 	return p, nil
 }
 
-// at is what lies at an address.
-func (l *Locator) at(addr uint64) (driver.Memory, error) {
+// at is what lies at an address, and whether that is known already.
+func (l *Locator) at(addr uint64) (m driver.Memory, known bool, err error) {
 	i, known := slices.BinarySearchFunc(l.known, addr, func(m driver.Memory, addr uint64) int {
 		switch {
 		case m.Base+m.Size <= addr:
@@ -139,13 +139,30 @@ func (l *Locator) at(addr uint64) (driver.Memory, error) {
 		return 0
 	})
 	if known {
-		return l.known[i], nil
+		return l.known[i], true, nil
 	}
-	m, err := driver.Locate(addr)
-	if err == nil && m.Base <= addr && addr < m.Base+m.Size && (i == len(l.known) || m.Base+m.Size <= l.known[i].Base) {
-		l.known = slices.Insert(l.known, i, m)
+	m, err = driver.Locate(addr)
+	return m, false, err
+}
+
+// keep keeps mappings, which follow each other, for all once: regions may come in any order. What lies over another is not kept: the
+// engine maps memory just now.
+func (l *Locator) keep(found []driver.Memory) {
+	if len(found) == 0 {
+		return
 	}
-	return m, err
+	all := make([]driver.Memory, 0, len(l.known)+len(found))
+	for known := l.known; len(known)+len(found) > 0; {
+		from := &known
+		if len(known) == 0 || len(found) > 0 && found[0].Base < known[0].Base {
+			from = &found
+		}
+		if m := (*from)[0]; len(all) == 0 || all[len(all)-1].Base+all[len(all)-1].Size <= m.Base {
+			all = append(all, m)
+		}
+		*from = (*from)[1:]
+	}
+	l.known = all
 }
 
 // mostMappings bounds the mappings of a region: with the smallest, of 2 MiB, 256 GiB.
@@ -158,9 +175,10 @@ func (l *Locator) mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) 
 	if bytes == 0 || end < from {
 		return nil, fmt.Errorf("%d bytes at %#x: want at least 1 byte, and an end within the address space", bytes, addr)
 	}
-	var all []driver.Memory
+	var all, found []driver.Memory
+	defer func() { l.keep(found) }()
 	for at := from; at < end; {
-		m, err := l.at(at)
+		m, known, err := l.at(at)
 		if err != nil {
 			return nil, err
 		}
@@ -184,6 +202,9 @@ func (l *Locator) mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) 
 			return nil, fmt.Errorf("%d bytes at %#x have more than %d mappings", bytes, addr, mostMappings)
 		}
 		all = append(all, m)
+		if !known {
+			found = append(found, m)
+		}
 		at = m.Base + m.Size
 	}
 	return all, nil

@@ -159,7 +159,8 @@ func TestPeerCloseWaits(t *testing.T) {
 			p := o.openAll(d)
 			_, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
 			waits := make(chan error, 1)
-			j, err := d.Transfer("waits", FromPeer).ready(Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}, Done: func(err error) { waits <- err }})
+			j, err := d.Transfer("waits", FromPeer).ready(Copy{Peer: p,
+				Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}, Done: func(err error) { waits <- err }})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -221,7 +222,8 @@ func TestPeerReopened(t *testing.T) {
 	was := here(0, first)
 	e.Fill(to, grain, 9)
 	done := make(chan error, 1)
-	j, err := d.Transfer("a", FromPeer).ready(Copy{Peer: p, Runs: []Run{{Addr: first, Len: grain}}, To: []Run{{Addr: to, Len: grain}}, Done: func(err error) { done <- err }})
+	j, err := d.Transfer("a", FromPeer).ready(Copy{Peer: p,
+		Runs: []Run{{Addr: first, Len: grain}}, To: []Run{{Addr: to, Len: grain}}, Done: func(err error) { done <- err }})
 	if err != nil {
 		t.Fatal(err)
 	}

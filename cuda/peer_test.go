@@ -15,7 +15,8 @@ import (
 // pull copies from a peer's memory to ours, and waits for the end.
 func pull(t *testing.T, d *Device, p *Peer, from, to uintptr, bytes int) error {
 	t.Helper()
-	return run(t, d.Transfer("a", FromPeer), Copy{Peer: p, Runs: []Run{{Addr: from, Len: uint64(bytes)}}, To: []Run{{Addr: to, Len: uint64(bytes)}}})
+	return run(t, d.Transfer("a", FromPeer), Copy{Peer: p,
+		Runs: []Run{{Addr: from, Len: uint64(bytes)}}, To: []Run{{Addr: to, Len: uint64(bytes)}}})
 }
 
 // TestPeer: what P wrote before its moment is read by D, from an allocation and from mapped memory, to the device and to

@@ -61,7 +61,7 @@ func (d *Device) registerAll(names []string, at []Place) ([]*Region, error) {
 			return nil, fmt.Errorf("region %s: %#x lies on CUDA device %d and not on %d", names[i], p.addr, p.Device, d.info.Ordinal)
 		}
 		list[i] = &Region{d: d, name: names[i], addr: p.addr, bytes: p.bytes}
-		list[i].lies(p.pieces)
+		list[i].pieces, list[i].was = p.pieces, list[i].asked(p.pieces)
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -75,12 +75,13 @@ func (d *Device) registerAll(names []string, at []Place) ([]*Region, error) {
 	return list, nil
 }
 
-// lies takes what lies under the region.
-func (r *Region) lies(pieces []driver.Memory) {
-	r.pieces, r.was = pieces, make([]driver.Piece, len(pieces)) // anew: a check may read the last ones
+// asked is what a check asks for, if these pieces lie under the region.
+func (r *Region) asked(pieces []driver.Memory) []driver.Piece {
+	was := make([]driver.Piece, len(pieces))
 	for i, p := range pieces {
-		r.was[i] = r.piece(p)
+		was[i] = driver.Piece{Addr: max(p.Base, r.addr), ID: p.ID, Block: p.Block}
 	}
+	return was
 }
 
 // now is what lies under the region, as Register or the last Renewal found it.
@@ -139,11 +140,6 @@ func lies(regions []*Region, of [][]driver.Memory) (u union, err error) {
 		u.sample = append(u.sample, u.pieces[i*len(u.pieces)/min(len(u.pieces), mostSampled)])
 	}
 	return u, nil
-}
-
-// piece is what a check asks for: an address of a mapping within the region, and what lies there.
-func (r *Region) piece(p driver.Memory) driver.Piece {
-	return driver.Piece{Addr: max(p.Base, r.addr), ID: p.ID, Block: p.Block}
 }
 
 // knows takes what lies under all regions; mu is held.

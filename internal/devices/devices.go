@@ -99,7 +99,7 @@ func (d *opening) register(k int, regions []core.Region) error {
 	}
 	list, err := d.list[k].RegisterAll(names, d.at[k])
 	if err != nil {
-		return fmt.Errorf("%w: register_kv_caches: %w", ErrDevice, err)
+		return fmt.Errorf("%w: %w", ErrDevice, err)
 	}
 	for j, i := range d.of[k] {
 		d.regions[i] = list[j]
@@ -228,7 +228,7 @@ func (r Renewal) Take() bool {
 // fewRegions is so few that each region's mappings are asked for, and not those of all.
 const fewRegions = 4
 
-// Few are the regions on devices that a write reads, if CheckFew of them asks for less than Check does.
+// Few are the regions on devices that a write reads, if they are so few that CheckFew of them asks for no more mappings than Check does.
 func (d *Devices) Few(pairs []core.Pair) (few []*cuda.Region, ok bool) {
 	if d == nil {
 		return nil, true

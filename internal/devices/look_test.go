@@ -22,6 +22,8 @@ var orders = map[string]func(layers, mappings int) (base func(layer int) uint64,
 
 const grain = 2 << 20
 
+var options = cuda.Options{RingBytes: 1 << 20, SlotBytes: 32 << 10}
+
 // cache opens the devices of a cache whose layers lie over so many mappings.
 func cache(tb testing.TB, order string, layers, mappings int) (*Devices, *engine.Engine, []core.Region) {
 	tb.Helper()
@@ -33,7 +35,7 @@ func cache(tb testing.TB, order string, layers, mappings int) (*Devices, *engine
 		regions[i] = core.Region{Name: fmt.Sprint("layer.", i), Base: at + base(i), Memory: core.DeviceMemory(0),
 			BlockStride: stride, BlockBytes: 1024, NumBlocks: uint32(mappings)}
 	}
-	d, err := Open(regions, cuda.Options{RingBytes: 1 << 20, SlotBytes: 32 << 10})
+	d, err := Open(regions, options)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -80,6 +82,15 @@ func TestLookAsksOnce(t *testing.T) {
 					t.Error(err)
 				}
 			})
+			if n := asks(e, func() {
+				again, err := Open(regions, options)
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { _ = again.Close() })
+			}); n > located*mappings || n == 0 {
+				t.Errorf("a registration asks %d questions, want at most %d for each of %d mappings", n, located, mappings)
+			}
 			if n := asks(e, func() {
 				if _, err := d.Look(); err != nil {
 					t.Error(err)
