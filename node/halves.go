@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -44,10 +45,29 @@ type halves struct {
 type todo struct {
 	wake       chan struct{} // holds a value when there are some
 	list       []core.Action
-	performing bool // the goroutine has taken some and is not done
+	writes     map[core.TransferID]int // of each transfer, the place of a Write to which more may be given
+	performing bool                    // the goroutine has taken some and is not done
 }
 
-func newTodo() todo { return todo{wake: make(chan struct{}, 1)} }
+func newTodo() todo { return todo{wake: make(chan struct{}, 1), writes: map[core.TransferID]int{}} }
+
+// add adds an action. If a Write extends one that waits too, the two become one: so the list does not grow with each layer while the
+// driver does not answer.
+func (q *todo) add(act core.Action) {
+	switch v := act.(type) {
+	case core.Write:
+		if i, waits := q.writes[v.ID]; waits && v.Extends && !fault.On("node-writes-apart") {
+			first := q.list[i].(core.Write)
+			v.Begin, v.Extends = first.Begin, first.Extends
+			q.list[i] = v
+			return
+		}
+		q.writes[v.ID] = len(q.list)
+	case core.StopWrite:
+		delete(q.writes, v.ID)
+	}
+	q.list = append(q.list, act)
+}
 
 func (q *todo) signal() {
 	select {
@@ -219,9 +239,9 @@ func (h *halves) step(now time.Time, e core.Event) core.Action {
 		if r, ok := act.(core.Report); ok {
 			h.report(r)
 		} else if core.OfMemory(act) {
-			h.memory.list = append(h.memory.list, act)
+			h.memory.add(act)
 		} else {
-			h.control.list = append(h.control.list, act)
+			h.control.add(act)
 		}
 	}
 	if len(h.reads) > 0 {
@@ -250,6 +270,7 @@ func (h *halves) take(q *todo) (list []core.Action, busy bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	list, q.list, q.performing = q.list, nil, true
+	clear(q.writes)
 	return list, h.machine != nil && h.machine.Busy()
 }
 
@@ -305,7 +326,7 @@ func (h *halves) checkReads() {
 	})
 }
 
-// Tick also wakes the run goroutine, which stops the ticker of an idle machine.
+// Tick also wakes the goroutine of run, which stops the ticker of an idle machine.
 func (h *halves) Tick() {
 	h.tell(core.Tick{})
 	h.control.signal()

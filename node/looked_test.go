@@ -85,8 +85,9 @@ func writeOf(id core.TransferID, regions ...uint32) core.WriteOp {
 	return op
 }
 
-// TestMemoryIsLookedAt: the memory under a region is asked for before a load, a write and more of a write reach the transport. If the engine has freed it, or
-// has mapped other memory at its addresses, none of them does: the load fails, the write fails, and the write that has begun is stopped and fails with the cause.
+// TestMemoryIsLookedAt: the memory under a region is asked for before a load, a write and more of a write reach the transport. If the
+// engine has freed it, or has mapped other memory at its addresses, none of them does: the load fails, the write fails, and the write that
+// has begun is stopped and fails with the cause.
 func TestMemoryIsLookedAt(t *testing.T) {
 	leaktest.Check(t)
 	for _, form := range []string{"pairs", "pairs of many regions", "a plan"} {
