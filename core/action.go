@@ -29,7 +29,17 @@ func Split(actions []Action) (answer Action, rest []Action) {
 	return nil, actions
 }
 
-// What the user is to do, in the order of a step's actions. If the comment of an action names an event, the user
+// OfMemory says whether an action begins or ends the use of an engine's blocks by a transport. The user performs these actions
+// in their order, and the others in theirs, beside them.
+func OfMemory(act Action) bool {
+	switch act.(type) {
+	case Expect, Revoke, Write, StopWrite:
+		return true
+	}
+	return false
+}
+
+// What the user is to do, in the order of a step's actions, see OfMemory. If the comment of an action names an event, the user
 // tells the outcome by that event, once.
 type (
 	// Resolve: find the target and make it known. The outcome is Resolved or, if the half has

@@ -15,8 +15,8 @@
 //     time that does not run backwards.
 //  2. The actions of a step come before those of the next. If the first action is an answer ([Refuse], [AnswerLoad], [AnswerRenew]), the user
 //     gives it to who told the event. The user performs the other actions in their
-//     order. If an action's comment names an event, the user tells the action's
-//     outcome by that event, once.
+//     order: those of [OfMemory] in one, and the rest, beside them, in another. If an
+//     action's comment names an event, the user tells the action's outcome by that event, once.
 //  3. While [Machine.Busy] says so, the user tells [Tick] at least every [TickInterval].
 //  4. A [Report] is final: after it the engine uses the blocks again. No byte of
 //     the transfer may land then, so the Report of a failed load always comes after
@@ -145,6 +145,7 @@
 //	expecting   Expecting                        requesting  SendLoad
 //	expecting   Expecting                        moving      Revoke
 //	expecting   Expecting FinishMessage          ending      Revoke SendFinish?
+//	expecting   RenewReplied                     ending      Revoke
 //	expecting   Cancel Close PartFails Tick      ending      Revoke SendFinish
 //	expecting   Remapped                         ending      Revoke SendFinish
 //	expecting   Received                         -           Report? SendFinish
@@ -169,7 +170,7 @@
 //	moving      PartFails Remapped               ending
 //	restarting  Revoked                          expecting   Expect
 //	restarting  Cancel Close PartFails Remapped  ending      SendFinish
-//	restarting  FinishMessage                    ending
+//	restarting  FinishMessage RenewReplied       ending
 //	ending      Revoked                          -           Report?
 //
 // Offers (P):

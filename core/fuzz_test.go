@@ -74,7 +74,8 @@ type user struct {
 	ledger *ledger
 	token  uint64
 
-	queue   []core.Action // to be performed, in order
+	memory  []core.Action // of core.OfMemory, to be performed, in order
+	control []core.Action // the others, likewise
 	asked   []core.Action // performed, the answer is awaited
 	armed   []core.TransferID
 	writing map[core.TransferID]bool // the transport reads the blocks, or will

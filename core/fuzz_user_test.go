@@ -28,7 +28,8 @@ func (u *user) collect() {
 			u.checkWrite(v)
 			u.writing[v.ID] = true
 		}
-		u.queue = append(u.queue, a)
+		q := u.queueOf(a)
+		*q = append(*q, a)
 	}
 	u.ledger.untold(u.m)
 	// Loads of nothing have no bound here but the room for their reports.
@@ -77,13 +78,27 @@ func (u *user) checkWrite(w core.Write) {
 	}
 }
 
-// perform does the oldest action.
+// queueOf is the queue of an action.
+func (u *user) queueOf(a core.Action) *[]core.Action {
+	if core.OfMemory(a) {
+		return &u.memory
+	}
+	return &u.control
+}
+
+func (u *user) queued() int { return len(u.memory) + len(u.control) }
+
+// perform does the oldest action of one of the queues.
 func (u *user) perform() {
-	if len(u.queue) == 0 {
+	if u.queued() == 0 {
 		return
 	}
-	a := u.queue[0]
-	u.queue = u.queue[1:]
+	q := &u.memory
+	if len(u.memory) == 0 || len(u.control) > 0 && u.byte()%2 == 0 {
+		q = &u.control
+	}
+	a := (*q)[0]
+	*q = (*q)[1:]
 	switch v := a.(type) {
 	case core.Expect:
 		if after := u.free[whole(v.ID)]; !u.passed[after] {
@@ -158,7 +173,7 @@ func (u *user) end() {
 	u.collect()
 	for range 10000 {
 		switch {
-		case len(u.queue) > 0:
+		case u.queued() > 0:
 			u.perform()
 		case len(u.asked) > 0:
 			u.answer()
@@ -176,5 +191,5 @@ func (u *user) end() {
 			return
 		}
 	}
-	u.t.Errorf("no end of actions: %d to perform, %d to answer", len(u.queue), len(u.asked))
+	u.t.Errorf("no end of actions: %d to perform, %d to answer", u.queued(), len(u.asked))
 }

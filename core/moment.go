@@ -125,8 +125,7 @@ func (m *Machine) loadPassed(now time.Time, ld *load) {
 	m.proceed(now, ld)
 }
 
-// loadKept takes P's answer to a renewal of a load that awaits its moment: P keeps it as a
-// claim.
+// loadKept takes P's answer to a renewal of a load that it keeps as a claim.
 func (m *Machine) loadKept(now time.Time, ld *load, a Answer) {
 	if kept, end := a.ofClaim(ld.id); kept {
 		ld.keeper = ld.peer

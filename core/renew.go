@@ -35,8 +35,28 @@ func (m *Machine) watch(now time.Time, id AgentID) {
 	}
 }
 
+// kept says whether D renews the load as a claim: P has not been asked for it, or is to be asked anew, and
+// this agent's driver or engine may take its time before.
+func (s loadState) kept() bool {
+	return s == loadAwaiting || s == loadExpecting || s == loadRestarting
+}
+
+// renewed is kept, but for defects.
+func (s loadState) renewed() bool {
+	switch s {
+	case loadAwaiting:
+		return !fault.On("awaiting-not-renewed")
+	case loadExpecting:
+		return !fault.On("expecting-not-renewed")
+	case loadRestarting:
+		return !fault.On("restarting-not-renewed")
+	}
+	return false
+}
+
 // renewals lists what is to be renewed at each P agent. Where a renewal is due, these are
-// all waiting loads and all claims that P knows. Claims that P has not heard of go at
+// all waiting loads, all claims that P knows, and, as claims, the loads that this agent's own memory
+// keeps from being asked for. Claims that P has not heard of go at
 // once. used are the agents that are still needed.
 func (m *Machine) renewals(now time.Time) (list map[AgentID]*SendRenew, used map[AgentID]bool) {
 	list, used = make(map[AgentID]*SendRenew, len(m.peers)), make(map[AgentID]bool, len(m.peers))
@@ -52,8 +72,8 @@ func (m *Machine) renewals(now time.Time) (list map[AgentID]*SendRenew, used map
 			r := at(ld.peer)
 			r.Loads = append(r.Loads, id)
 		}
-		if ld.state == loadAwaiting {
-			if r := at(ld.peer); m.peers[ld.peer].due(now) && !fault.On("awaiting-not-renewed") {
+		if p := m.peers[ld.peer]; p != nil && ld.state.kept() { // nil: P is gone, and the load learns it by its SendLoad
+			if r := at(ld.peer); p.due(now) && ld.state.renewed() {
 				r.Claims = append(r.Claims, id)
 			}
 		}
@@ -167,7 +187,7 @@ func (m *Machine) stepRenewReplied(now time.Time, r RenewReplied) {
 			m.claimAnswered(now, c, r.Answers[len(r.Renewal.Loads)+i])
 			m.settle(now)
 		}
-		if ld := m.loads.get(id); ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadAwaiting {
+		if ld := m.loads.get(id); ld != nil && ld.peer == r.Renewal.Peer && ld.state.kept() {
 			m.loadKept(now, ld, r.Answers[len(r.Renewal.Loads)+i])
 			m.settle(now)
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -68,25 +69,15 @@ func TestCloseEndsFences(t *testing.T) {
 	d.settled(t)
 }
 
-// TestMomentPassesInClose: Done is called for a copy whose moment passes when Close has ended the
-// goroutine that calls it.
-func TestMomentPassesInClose(t *testing.T) {
+// TestBegunAfterClose: Done is called for a copy that is begun when Close has ended the goroutine that calls it.
+func TestBegunAfterClose(t *testing.T) {
 	e, d := open(t, Options{CloseTimeout: patience})
-	p, stream, tr := memory(t, e, d, grain), e.Stream(), d.Transfer("a", ToDevice)
-	e.Hold(stream)
-	late := moment(t, d, stream)
-	passed, goOn := make(chan error), make(chan struct{})
-	d.Await(late, func(err error) { // before the copy hears of it
-		passed <- err
-		<-goOn
-	})
-	done, s := make(chan error, 1), slot(t, d, ToDevice)
-	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, After: late, Done: func(err error) {
+	p, s, done := memory(t, e, d, grain), slot(t, d, ToDevice), make(chan error, 1)
+	j, err := d.Transfer("a", ToDevice).ready(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) {
 		s.Release()
 		done <- err
 	}})
-	e.Release(stream)
-	if err := answer(t, passed); err != nil {
+	if err != nil {
 		t.Fatal(err)
 	}
 	closed := make(chan error, 1)
@@ -97,7 +88,7 @@ func TestMomentPassesInClose(t *testing.T) {
 		silent = q.silent
 		q.mu.Unlock()
 	}
-	close(goOn)
+	j.t.begin(j)
 	if err := answer(t, done); !errors.Is(err, ErrClosed) {
 		t.Errorf("the copy was told with: %v", err)
 	}
@@ -118,13 +109,9 @@ func TestCloseWhileCopying(t *testing.T) {
 	late := moment(t, d, stream)
 	tr := d.Transfer("a", FromDevice)
 	done := make(chan error, 20)
-	for i := range 10 {
+	for range 10 {
 		s := slot(t, d, FromDevice)
-		c := Copy{Slot: s, Runs: []Run{{Addr: p, Len: 4096}}, Done: func(err error) { s.Release(); done <- err }}
-		if i%2 == 1 {
-			c.After = late
-		}
-		tr.Start(c)
+		tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 4096}}, Done: func(err error) { s.Release(); done <- err }})
 	}
 	d.Await(late, func(err error) { done <- err })
 	go func() {
@@ -164,4 +151,64 @@ func TestCloseBound(t *testing.T) {
 		t.Errorf("%v, and %d rings are left", err, e.Count("pinned")-pinned)
 	}
 	s.Bytes()[0] = 1 // it is still there
+}
+
+// TestCloseBesideACall: a close waits for a call that the driver does not answer, but no longer than its time. It holds up no other
+// call meanwhile, and then gives nothing back.
+func TestCloseBesideACall(t *testing.T) {
+	for _, c := range []struct {
+		what    string
+		close   time.Duration
+		answers bool // the driver, while the close waits
+	}{{"in time", patience, true}, {"too late", 200 * time.Millisecond, false}} {
+		t.Run(c.what, func(t *testing.T) {
+			e := engine.New(t, 0)
+			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: c.close})
+			if err != nil {
+				t.Fatal(err)
+			}
+			memory(t, e, d, grain)
+			if err := d.Prepare(); err != nil {
+				t.Fatal(err)
+			}
+			pinned := e.Count("pinned")
+			unblock := sync.OnceFunc(e.Unblock)
+			t.Cleanup(unblock)
+			e.Block("cuPointerGetAttribute")
+			looked, closed := make(chan error, 1), make(chan error, 1)
+			go func() { looked <- d.Check() }()
+			for e.Count("blocked") == 0 {
+				runtime.Gosched()
+			}
+			stream := e.Stream()
+			heard := make(chan error, 1)
+			e.Hold(stream)
+			release := sync.OnceFunc(func() { e.Release(stream) })
+			t.Cleanup(release)
+			d.Await(moment(t, d, stream), func(err error) { heard <- err })
+			go func() { closed <- d.Close() }()
+			if err := answer(t, heard); !errors.Is(err, ErrClosed) {
+				t.Errorf("who waits for a moment hears %v", err)
+			}
+			other := make(chan error, 1)
+			go func() { other <- d.Check() }()
+			if err := answer(t, other); !errors.Is(err, ErrClosed) {
+				t.Errorf("a look beside the close: %v", err)
+			}
+			release()
+			if c.answers {
+				unblock()
+				if err := answer(t, closed); err != nil || e.Count("pinned") != pinned-1 {
+					t.Errorf("the close: %v, and %d rings are left", err, e.Count("pinned")-pinned+1)
+				}
+			} else if err := answer(t, closed); err == nil || e.Count("pinned") != pinned ||
+				!strings.Contains(err.Error(), "a call of the driver has not returned") {
+				t.Errorf("the close: %v, and the driver may use the ring", err)
+			}
+			unblock()
+			if err := answer(t, looked); err != nil {
+				t.Errorf("the look: %v", err)
+			}
+		})
+	}
 }

@@ -62,7 +62,9 @@ type Device struct {
 	o    Options
 	wg   sync.WaitGroup // goroutines
 
-	calls   sync.RWMutex // held for reading in the driver's short calls
+	entered sync.Mutex    // guards calls, and closed while it changes
+	calls   int           // short calls of the driver that are under way
+	left    chan struct{} // closed when the device is closed and none of them is left
 	closed  atomic.Bool
 	failure atomic.Pointer[error] // for good
 	stuck   chan struct{}         // closed when the failure is that copies do not end: they may yet land
@@ -111,7 +113,7 @@ func Open(ordinal int, o Options) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}, stuck: make(chan struct{})}
+	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}, stuck: make(chan struct{}), left: make(chan struct{})}
 	d.known.Store(&[]mapping{})
 	d.foreign.Store(&[]mapping{})
 	return d, nil
@@ -147,17 +149,24 @@ func (d *Device) over() error {
 	return nil
 }
 
-// enter begins a short call of the driver, which leave ends.
+// enter begins a short call of the driver, which leave ends. A call that the driver does not answer holds up no other.
 func (d *Device) enter() bool {
-	d.calls.RLock()
+	d.entered.Lock()
+	defer d.entered.Unlock()
 	if d.over() != nil {
-		d.calls.RUnlock()
 		return false
 	}
+	d.calls++
 	return true
 }
 
-func (d *Device) leave() { d.calls.RUnlock() }
+func (d *Device) leave() {
+	d.entered.Lock()
+	defer d.entered.Unlock()
+	if d.calls--; d.calls == 0 && d.closed.Load() {
+		close(d.left)
+	}
+}
 
 // suspect looks whether an error of the driver means the end of the device.
 func (d *Device) suspect(err error) {
@@ -285,85 +294,4 @@ func (d *Device) makeRing() error {
 		d.endAll(err)
 	}
 	return nil
-}
-
-// Closing begins the time that Close has, once; Close does so too. Whoever closes a transport
-// first calls it before: a copy that has not ended in half of that time never will, as it seems,
-// and the transport waits for it no longer.
-func (d *Device) Closing() {
-	d.closing.Do(func() {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		d.until = time.Now().Add(d.o.CloseTimeout)
-		d.hurry = time.AfterFunc(d.o.CloseTimeout/2, func() {
-			defer safe.Recover("cuda closing")
-			if n := d.busy(); n > 0 {
-				d.stall(fmt.Errorf("%d copies have not ended within %s of a close", n, d.o.CloseTimeout/2))
-			}
-		})
-	})
-}
-
-// busy is how many copies the driver has.
-func (d *Device) busy() (n int) {
-	for _, q := range d.made() {
-		q.mu.Lock()
-		n += q.copies + len(q.lost)
-		q.mu.Unlock()
-	}
-	return n
-}
-
-// Close ends all copies and awaited moments, and waits, at most CloseTimeout from Closing on,
-// until none is under way and all slots were released. Then it gives back all that the device
-// has. If something does not end, the error says so and nothing is given back: the driver may
-// still use it.
-func (d *Device) Close() error {
-	d.Closing()
-	d.calls.Lock() // short calls have ended
-	was := d.closed.Swap(true)
-	d.calls.Unlock()
-	if was {
-		return nil
-	}
-	defer d.hurry.Stop()
-	d.prepare.Do(func() { d.prepareErr = d.over() })
-	d.preparePeer.Do(func() { d.preparePeerErr = d.over() })
-	// The transports may have used all the time, though no copy is under way.
-	deadline := time.NewTimer(max(time.Until(d.until), min(d.o.CloseTimeout/4, 250*time.Millisecond)))
-	defer deadline.Stop()
-	closed := fmt.Errorf("CUDA device %d: %w", d.info.Ordinal, ErrClosed)
-	d.endAll(closed)
-	for _, q := range d.made() {
-		q.stop()
-	}
-	ended := make(chan struct{})
-	safe.Go("cuda close", func() {
-		d.wg.Wait()
-		<-d.ring.empty()
-		close(ended)
-	})
-	select {
-	case <-ended:
-	case <-deadline.C:
-		if n := d.busy(); n > 0 { // what began after Closing looked: a Fence would wait for it for ever
-			d.stall(fmt.Errorf("%d copies have not ended at the end of a close", n))
-		}
-		return fmt.Errorf("closing CUDA device %d: after %s a copy, a wait in the driver or a slot has not ended; its pinned memory stays", d.info.Ordinal, d.o.CloseTimeout)
-	}
-	if n := d.busy(); n > 0 { // without a slot: of a peer's memory
-		return fmt.Errorf("closing CUDA device %d: nobody knows whether %d copies have ended; what they may use stays", d.info.Ordinal, n)
-	}
-	for _, q := range d.made() {
-		q.drv.Close()
-	}
-	err := d.closePeers()
-	if d.memory != nil {
-		err = errors.Join(err, d.drv.FreeRing(d.memory))
-	}
-	_, closeErr := d.drv.Close()
-	if d.Err() != nil {
-		return nil // the calls fail as all do, and the context's end gives all back
-	}
-	return errors.Join(err, closeErr)
 }

@@ -13,10 +13,11 @@
 //	cuda.Locate(addr, bytes) (Location, error)         which device, which kind; refused kinds are errors
 //	cuda.Open(ordinal, Options) (*Device, error)       an agent's handle on one device: moments, ring, streams
 //	device.Register(name, addr, bytes) (*Region, error)
+//	device.RegisterAll(names, []Place) ([]*Region, error)   of a Locator, which asks for each mapping once
 //	region.Check() error                               is it still the same memory? Before a transfer is armed
 //	device.Check() error                               the same of all regions, each mapping once
 //	device.Moved() bool                                a quick look whether Check would say no
-//	device.Renew() error                               takes what an engine has mapped anew; between transfers only
+//	device.Look() (*Renewal, error)                    finds what an engine has mapped anew; Take takes it, between transfers only
 //	region.Export() (*os.File, offset, error)          as a dma-buf, for RDMA
 //	device.Flush() error                               after a card has written, before that is told; Flushable
 //	region.Close()
@@ -33,7 +34,6 @@
 // has done all of that.
 //
 //	device.Moment(stream) (uint64, error)   records it; cheap, allocates nothing, never 0
-//	device.Passed(moment) (bool, error)     does not wait
 //	device.Owns(moment) bool                an agent with several devices asks each
 //	device.Await(moment, tell func(error))  returns at once; tell is called once: nil when it has passed
 //
@@ -61,14 +61,14 @@
 //	slot.Release()                               at any time: if a copy uses it, it is free when that has ended
 //
 //	device.Transfer(name, direction) *Transfer   FromDevice: P reads; ToDevice: D writes
-//	transfer.Start(Copy{Slot, At, Runs, After, Done})
+//	transfer.Start(Copy{Slot, At, Runs, Done})
 //	transfer.Fence() error                       ends it: no copy of it reads or lands any more
 //
 // Start returns at once. Done is called once for each Copy: nil when the copy's event has
 // passed. For ToDevice the bytes are then in the device's memory, and every kernel that is
 // launched from now on sees them; for FromDevice they are in the slot. Done is called with
-// no lock held and must return soon; it may use everything here. With After, a copy is given
-// to the device when that moment has passed and not before. Runs must stay as they are until
+// no lock held and must return soon; it may use everything here. What the copy
+// has to come after, as a moment of its blocks, has passed before Start. Runs must stay as they are until
 // Done. Runs that lie outside of registered regions are an error.
 //
 // SlotBytes is the size of every slot. Prepare pins the ring; a transport calls it when regions are
@@ -95,8 +95,8 @@
 //	at D: device.Peer(name, process) *Peer             opens nothing yet; P tells its ThisProcess()
 //	      peer.Open(Allocation, file) error            for reading; what is open already stays so. A *RefusedError has the reason
 //	      peer.Close() error                           closes all; the next Open begins anew
-//	      Copy{Peer, Runs, To, After, Done}            to the device, in a Transfer FromPeer: needs no pinned memory
-//	      Copy{Peer, Runs, Slot, At, After, Done}      to a slot, in a Transfer FromDevice, for blocks in host memory
+//	      Copy{Peer, Runs, To, Done}                   to the device, in a Transfer FromPeer: needs no pinned memory
+//	      Copy{Peer, Runs, Slot, At, Done}             to a slot, in a Transfer FromDevice, for blocks in host memory
 //
 // Runs are told by P's addresses; what P has not opened to D is refused. Nobody writes to a peer's memory. One Copy has best some
 // hundred runs. D's Fence waits for D's own copies, and P's process may stand still meanwhile.

@@ -96,6 +96,16 @@ func moment(t *testing.T, d *Device, stream uintptr) uint64 {
 	return m
 }
 
+// hasPassed waits for a moment, as an agent does before anything is copied.
+func hasPassed(t *testing.T, d *Device, m uint64) {
+	t.Helper()
+	heard := make(chan error, 1)
+	d.Await(m, func(err error) { heard <- err })
+	if err := answer(t, heard); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // same says whether b has the pattern's bytes.
 func same(e *engine.Engine, b []byte, pattern uint64) bool {
 	return bytes.Equal(b, e.Pattern(len(b), pattern))

@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 )
@@ -94,18 +95,74 @@ var refusals = map[Kind]string{
 // Locate says where a piece of device memory lies. If the memory is not a device's the error
 // is a *KindError.
 func Locate(addr uintptr, bytes uint64) (Location, error) {
+	p, err := new(Locator).Find(addr, bytes)
+	return p.Location, err
+}
+
+// Place is a piece of device memory, and what lies there.
+type Place struct {
+	Location
+	addr, bytes uint64
+	pieces      []driver.Memory
+}
+
+// Locator asks the driver for each mapping once, whatever lies in it. So it is for places of one time.
+type Locator struct {
+	known []driver.Memory // by their addresses
+}
+
+// Find is Locate of one of the places.
+func (l *Locator) Find(addr uintptr, bytes uint64) (Place, error) {
 	if err := driver.Load(); err != nil {
-		return Location{}, err
+		return Place{}, err
 	}
-	pieces, err := mappings(addr, bytes)
+	pieces, err := l.mappings(addr, bytes)
 	if err != nil {
-		return Location{}, err
+		return Place{}, err
 	}
-	l := Location{Device: pieces[0].Device, Kind: pieces[0].Kind, Mappings: len(pieces), RDMA: true}
-	for _, p := range pieces {
-		l.RDMA = l.RDMA && p.RDMA
+	p := Place{Location{Device: pieces[0].Device, Kind: pieces[0].Kind, Mappings: len(pieces), RDMA: true}, uint64(addr), bytes, pieces}
+	for i := range pieces {
+		p.RDMA = p.RDMA && pieces[i].RDMA
 	}
-	return l, nil
+	return p, nil
+}
+
+// at is what lies at an address, and whether that is known already.
+func (l *Locator) at(addr uint64) (m driver.Memory, known bool, err error) {
+	i, known := slices.BinarySearchFunc(l.known, addr, func(m driver.Memory, addr uint64) int {
+		switch {
+		case m.Base+m.Size <= addr:
+			return -1
+		case m.Base > addr:
+			return 1
+		}
+		return 0
+	})
+	if known {
+		return l.known[i], true, nil
+	}
+	m, err = driver.Locate(addr)
+	return m, false, err
+}
+
+// keep keeps mappings, which follow each other, for all once: regions may come in any order. What lies over another is not kept: the
+// engine maps memory just now.
+func (l *Locator) keep(found []driver.Memory) {
+	if len(found) == 0 {
+		return
+	}
+	all := make([]driver.Memory, 0, len(l.known)+len(found))
+	for known := l.known; len(known)+len(found) > 0; {
+		from := &known
+		if len(known) == 0 || len(found) > 0 && found[0].Base < known[0].Base {
+			from = &found
+		}
+		if m := (*from)[0]; len(all) == 0 || all[len(all)-1].Base+all[len(all)-1].Size <= m.Base {
+			all = append(all, m)
+		}
+		*from = (*from)[1:]
+	}
+	l.known = all
 }
 
 // mostMappings bounds the mappings of a region: with the smallest, of 2 MiB, 256 GiB.
@@ -113,14 +170,15 @@ const mostMappings = 1 << 17
 
 // mappings are the pieces that lie under a region. Only memory that was mapped by handles may have
 // several: one allocation does not follow another by design.
-func mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
+func (l *Locator) mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
 	from, end := uint64(addr), uint64(addr)+bytes
 	if bytes == 0 || end < from {
 		return nil, fmt.Errorf("%d bytes at %#x: want at least 1 byte, and an end within the address space", bytes, addr)
 	}
-	var all []driver.Memory
+	var all, found []driver.Memory
+	defer func() { l.keep(found) }()
 	for at := from; at < end; {
-		m, err := driver.Locate(at)
+		m, known, err := l.at(at)
 		if err != nil {
 			return nil, err
 		}
@@ -144,6 +202,9 @@ func mappings(addr uintptr, bytes uint64) ([]driver.Memory, error) {
 			return nil, fmt.Errorf("%d bytes at %#x have more than %d mappings", bytes, addr, mostMappings)
 		}
 		all = append(all, m)
+		if !known {
+			found = append(found, m)
+		}
 		at = m.Base + m.Size
 	}
 	return all, nil

@@ -61,19 +61,6 @@ func (d *Device) MomentEntry() (function, argument unsafe.Pointer) { return d.dr
 // even on the same device.
 func (d *Device) Owns(moment uint64) bool { return d.drv.Owns(moment) }
 
-// Passed says whether a moment has passed.
-func (d *Device) Passed(moment uint64) (bool, error) {
-	if !d.enter() {
-		return false, d.over()
-	}
-	defer d.leave()
-	ok, err := d.drv.Passed(moment)
-	if err != nil {
-		d.suspect(err)
-	}
-	return ok, err
-}
-
 // Await arranges that tell is called once, and not from within Await: with nil when the moment
 // has passed, else with the reason why nobody will know.
 func (d *Device) Await(moment uint64, tell func(error)) {

@@ -18,9 +18,6 @@ func TestMoments(t *testing.T) {
 	if second <= first {
 		t.Errorf("moments %#x and %#x of one stream are not in order", first, second)
 	}
-	if ok, err := d.Passed(first); ok || err != nil {
-		t.Errorf("a moment of a stream that is held: %v, %v", ok, err)
-	}
 	order := make(chan uint64, 4)
 	await := func(m uint64) {
 		d.Await(m, func(err error) {
@@ -41,13 +38,9 @@ func TestMoments(t *testing.T) {
 	if a, b := <-order, <-order; a != first || b != second {
 		t.Errorf("%#x passed before %#x", a, b)
 	}
-	for _, m := range []uint64{first, second, other} {
-		if ok, err := d.Passed(m); !ok || err != nil {
-			t.Errorf("a moment that has passed: %v, %v", ok, err)
-		}
+	for _, m := range []uint64{first, second, other} { // once more
+		hasPassed(t, d, m)
 	}
-	await(first) // once more
-	<-order
 }
 
 // TestMomentsSubsume: a wait for the newest moment alone settles all moments before it.
@@ -64,14 +57,13 @@ func TestMomentsSubsume(t *testing.T) {
 		if err := answer(t, done); err != nil {
 			t.Fatal(err)
 		}
-		queries := e.Count("cuEventQuery")
+		asked := func() uint64 { return e.Count("cuEventQuery") + e.Count("cuEventSynchronize") }
+		known := asked()
 		for _, m := range all {
-			if ok, err := d.Passed(m); !ok || err != nil {
-				t.Errorf("%v, %v", ok, err)
-			}
+			hasPassed(t, d, m)
 		}
-		if asked := e.Count("cuEventQuery"); asked != queries {
-			t.Errorf("the driver was asked %d times for what is known", asked-queries)
+		if n := asked() - known; n != 0 {
+			t.Errorf("the driver was asked %d times for what is known", n)
 		}
 	}
 	if n := e.Count("events") - before; n > 8 {
@@ -118,22 +110,25 @@ func TestManyStreams(t *testing.T) {
 		e.Sync(stream)
 	}
 	for _, m := range all {
-		if ok, err := d.Passed(m); !ok || err != nil {
-			t.Fatalf("%#x: %v, %v", m, ok, err)
-		}
+		hasPassed(t, d, m)
 	}
 	held := e.Stream()
 	e.Hold(held)
-	last := moment(t, d, held)
+	last, heard := moment(t, d, held), make(chan error, 1)
+	d.Await(last, func(err error) { heard <- err })
 	for range 100 {
 		s := e.Stream()
 		moment(t, d, s)
 		e.Sync(s)
 	}
-	if ok, err := d.Passed(last); ok || err != nil {
-		t.Errorf("%v, %v", ok, err)
+	hasPassed(t, d, moment(t, d, e.Stream()))
+	if len(heard) > 0 {
+		t.Errorf("a moment of a stream that is held has passed: %v", <-heard)
 	}
 	e.Release(held)
+	if err := answer(t, heard); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestNoSuchMoment: numbers that were never given, or that another handle gave.
@@ -159,9 +154,6 @@ func TestNoSuchMoment(t *testing.T) {
 		d *Device
 		m uint64
 	}{{d, old}, {again, old}, {again, mine}, {d, mine + 1}, {d, 12345}, {d, 0}} {
-		if _, err := c.d.Passed(c.m); !errors.Is(err, ErrMoment) {
-			t.Errorf("%#x: %v", c.m, err)
-		}
 		if c.d.Owns(c.m) != (c.m>>56 == mine>>56 && c.d == d || c.m == old && c.d == again) {
 			t.Errorf("%#x is owned: %v", c.m, c.d.Owns(c.m))
 		}
@@ -206,10 +198,7 @@ func TestThreadAsBefore(t *testing.T) {
 	mode := words + 8
 	*at(mode) = threadLocal
 	e.Bare("cuThreadExchangeStreamCaptureMode", mode)
-	m := moment(t, d, stream)
-	if _, err := d.Passed(m); err != nil {
-		t.Error(err)
-	}
+	moment(t, d, stream)
 	if _, err := d.Moment(12345); err == nil { // an error leaves the thread alone too
 		t.Error("a moment on a stream that is none")
 	}

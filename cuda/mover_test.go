@@ -158,7 +158,6 @@ func TestRefusedCopies(t *testing.T) {
 		"not registered":  {Slot: from, Runs: []Run{{Addr: stranger, Len: 1}}},
 		"over the end":    {Slot: from, Runs: []Run{{Addr: p + grain - 1, Len: 2}}},
 		"other direction": {Slot: to, Runs: []Run{{Addr: p, Len: 1}}},
-		"no moment":       {Slot: from, Runs: []Run{{Addr: p, Len: 1}}, After: 99},
 	} {
 		if err := run(t, tr, c); err == nil {
 			t.Errorf("%s: no error", name)

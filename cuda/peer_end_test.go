@@ -92,7 +92,7 @@ func TestPeerChanges(t *testing.T) {
 		if err := openEach(p, a, files); err != nil {
 			t.Fatal(err)
 		}
-		if err := pull(t, d, p, at, to, n, 0); err != nil || e.Wrong(to, n, 2) > 0 || o.checks() != "" {
+		if err := pull(t, d, p, at, to, n); err != nil || e.Wrong(to, n, 2) > 0 || o.checks() != "" {
 			t.Errorf("%v, %d bytes are wrong, %s", err, e.Wrong(to, n, 2), o.checks())
 		}
 	})
@@ -127,7 +127,7 @@ func TestPeerCounts(t *testing.T) {
 		if random.IntN(2) == 0 {
 			engine.Go(func() { o.try(order{Do: "anew", Addr: at, Bytes: n, Pattern: next + 2}) })
 		}
-		if err := pull(t, d, p, at, to, n, 0); err != nil {
+		if err := pull(t, d, p, at, to, n); err != nil {
 			t.Fatal(err)
 		}
 		if o.checks() == "" {
@@ -147,7 +147,7 @@ func TestPeerCounts(t *testing.T) {
 	}
 }
 
-// TestPeerCloseWaits: memory is closed when no copy uses it. Copies that wait for a moment are not waited for.
+// TestPeerCloseWaits: memory is closed when no copy uses it. A copy that the driver does not have yet is not waited for.
 func TestPeerCloseWaits(t *testing.T) {
 	e, d := open(t, Options{})
 	before := e.Count("violations")
@@ -155,13 +155,15 @@ func TestPeerCloseWaits(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			o := start(t, 0)
 			const n = grain
-			at, to, late := o.memory(kind, n, 1), memory(t, e, d, n), e.Stream()
+			at, to := o.memory(kind, n, 1), memory(t, e, d, n)
 			p := o.openAll(d)
 			_, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
-			e.Hold(late)
-			e.Kernel(late, to, 100, 7)
 			waits := make(chan error, 1)
-			d.Transfer("waits", FromPeer).Start(Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}, After: moment(t, d, late), Done: func(err error) { waits <- err }})
+			j, err := d.Transfer("waits", FromPeer).ready(Copy{Peer: p,
+				Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}, Done: func(err error) { waits <- err }})
+			if err != nil {
+				t.Fatal(err)
+			}
 			closed := make(chan error, 1)
 			go func() { closed <- p.Close() }()
 			for q := d.queue(FromPeer); !q.isDrained() && e.Count("violations") == before; {
@@ -177,7 +179,7 @@ func TestPeerCloseWaits(t *testing.T) {
 			if e.Wrong(to, n, 1) > 0 {
 				t.Error("the copy that was under way has not landed")
 			}
-			e.Release(late)
+			j.t.begin(j)
 			if err := answer(t, waits); !errors.Is(err, ErrPeerClosed) {
 				t.Errorf("a copy that began after the close: %v", err)
 			}
@@ -195,15 +197,15 @@ func (q *queue) isDrained() bool {
 	return len(q.drains) > 0
 }
 
-// TestPeerReopened: a copy waits for its moment while the memory is closed, and other memory of P's is opened at the very address. The
-// copy was of the first, and reads nothing of the other.
+// TestPeerReopened: the driver does not have a copy yet when the memory is closed, and other memory of P's is opened at the very address.
+// The copy was of the first, and reads nothing of the other.
 func TestPeerReopened(t *testing.T) {
 	e, d := open(t, Options{})
 	e.Bare("kvgpu_reuse_addresses", 1)
 	t.Cleanup(func() { e.Bare("kvgpu_reuse_addresses", 0) })
 	o := start(t, 0)
 	first, second := o.memory("allocate", grain, 1), o.memory("allocate", grain, 2)
-	to, busy, stream := memory(t, e, d, grain), e.Alloc(grain), e.Stream()
+	to := memory(t, e, d, grain)
 	a, _ := o.try(order{Do: "share"})
 	p := d.Peer("prefill 1", a.Process)
 	defer p.Close()
@@ -219,18 +221,20 @@ func TestPeerReopened(t *testing.T) {
 	}
 	was := here(0, first)
 	e.Fill(to, grain, 9)
-	e.Hold(stream)
-	e.Kernel(stream, busy, 100, 7)
 	done := make(chan error, 1)
-	d.Transfer("a", FromPeer).Start(Copy{Peer: p, Runs: []Run{{Addr: first, Len: grain}}, To: []Run{{Addr: to, Len: grain}}, After: moment(t, d, stream), Done: func(err error) { done <- err }})
+	j, err := d.Transfer("a", FromPeer).ready(Copy{Peer: p,
+		Runs: []Run{{Addr: first, Len: grain}}, To: []Run{{Addr: to, Len: grain}}, Done: func(err error) { done <- err }})
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := p.Close(); err != nil {
 		t.Fatal(err)
 	}
 	if now := here(1, second); now != was {
 		t.Fatalf("the other memory lies at %#x, and the first lay at %#x: the test cannot fail", now, was)
 	}
-	e.Release(stream)
-	err := answer(t, done)
+	j.t.begin(j)
+	err = answer(t, done)
 	if e.Wrong(to, grain, 2) == 0 {
 		t.Error("other memory was read")
 	}

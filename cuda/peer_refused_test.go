@@ -72,7 +72,7 @@ func TestPeerRefused(t *testing.T) {
 				t.Errorf("P's memory lies on %s, and D's second device is %s", a.Allocations[0].Device, all[1].UUID)
 			}
 			p := o.openAll(d)
-			if err := pull(t, d, p, at, to, grain, 0); err != nil || e.Wrong(to, grain, 3) > 0 {
+			if err := pull(t, d, p, at, to, grain); err != nil || e.Wrong(to, grain, 3) > 0 {
 				t.Errorf("%s: %v, %d bytes are wrong", kind, err, e.Wrong(to, grain, 3))
 			}
 		}
@@ -183,7 +183,7 @@ func TestPeerCopiesRefused(t *testing.T) {
 			t.Errorf("%s: it was copied", name)
 		}
 	}
-	if err := pull(t, second, p, at, to, 100, 0); err == nil || !strings.Contains(err.Error(), "another handle") {
+	if err := pull(t, second, p, at, to, 100); err == nil || !strings.Contains(err.Error(), "another handle") {
 		t.Errorf("another handle's peer: %v", err)
 	}
 	if _, err := d.Slot(t.Context(), FromPeer, "test"); err == nil {
@@ -229,7 +229,7 @@ func TestPeerOpenFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	for from, pattern := range map[uintptr]uint64{at: 1, other: 2} {
-		if err := pull(t, d, p, from, to, grain, 0); err != nil || e.Wrong(to, grain, pattern) > 0 {
+		if err := pull(t, d, p, from, to, grain); err != nil || e.Wrong(to, grain, pattern) > 0 {
 			t.Errorf("%v, %d bytes are wrong", err, e.Wrong(to, grain, pattern))
 		}
 	}
@@ -242,15 +242,16 @@ func TestPeerCopyFails(t *testing.T) {
 	at, to := o.memory("allocate", grain, 1), memory(t, e, d, grain)
 	p := o.openAll(d)
 	e.Fail("cuMemcpyDtoDAsync_v2", 1, 1)
-	if err := pull(t, d, p, at, to, grain, 0); err == nil || !strings.Contains(err.Error(), "copies from a peer's memory to the device: copying 2097152 bytes in 1 pieces") {
+	says := "copies from a peer's memory to the device: copying 2097152 bytes in 1 pieces"
+	if err := pull(t, d, p, at, to, grain); err == nil || !strings.Contains(err.Error(), says) {
 		t.Error(err)
 	}
-	if err := pull(t, d, p, at, to, grain, 0); err != nil || e.Wrong(to, grain, 1) > 0 {
+	if err := pull(t, d, p, at, to, grain); err != nil || e.Wrong(to, grain, 1) > 0 {
 		t.Errorf("the next one: %v", err)
 	}
 	e.Stick(700)
 	defer e.Stick(0)
-	if err := pull(t, d, p, at, to, grain, 0); err == nil || d.Err() == nil {
+	if err := pull(t, d, p, at, to, grain); err == nil || d.Err() == nil {
 		t.Errorf("after a fault of the device: %v", err)
 	}
 	if err := p.Close(); err == nil {

@@ -13,9 +13,10 @@ import (
 )
 
 // pull copies from a peer's memory to ours, and waits for the end.
-func pull(t *testing.T, d *Device, p *Peer, from, to uintptr, bytes int, after uint64) error {
+func pull(t *testing.T, d *Device, p *Peer, from, to uintptr, bytes int) error {
 	t.Helper()
-	return run(t, d.Transfer("a", FromPeer), Copy{Peer: p, Runs: []Run{{Addr: from, Len: uint64(bytes)}}, To: []Run{{Addr: to, Len: uint64(bytes)}}, After: after})
+	return run(t, d.Transfer("a", FromPeer), Copy{Peer: p,
+		Runs: []Run{{Addr: from, Len: uint64(bytes)}}, To: []Run{{Addr: to, Len: uint64(bytes)}}})
 }
 
 // TestPeer: what P wrote before its moment is read by D, from an allocation and from mapped memory, to the device and to
@@ -64,7 +65,7 @@ func TestPeer(t *testing.T) {
 			if err := p.Close(); err != nil || p.Opened() != 0 || e.Count("ipc")+e.Count("mapped")+e.Count("reserved") != 0 {
 				t.Errorf("closed: %v, and %d are open", err, p.Opened())
 			}
-			if err := pull(t, d, p, at, to, 100, 0); err == nil || !strings.Contains(err.Error(), "prefill 1 has not opened to us") {
+			if err := pull(t, d, p, at, to, 100); err == nil || !strings.Contains(err.Error(), "prefill 1 has not opened to us") {
 				t.Errorf("a copy from what is closed: %v", err)
 			}
 		})
@@ -102,37 +103,6 @@ func pullScattered(t *testing.T, d *Device, p *Peer, random *rand.Rand, from, to
 		}
 	}})
 	wg.Wait()
-}
-
-// TestPeerMoments: D's blocks are written after D's moment.
-func TestPeerMoments(t *testing.T) {
-	e, d := open(t, Options{})
-	o := start(t, 0)
-	const n, turns = 64 << 10, 40
-	at, to, stream := o.memory("allocate", n, 1), memory(t, e, d, n), e.Stream()
-	p := o.openAll(d)
-	counter := e.Out("cuMemHostAlloc", 8, 0)
-	t.Cleanup(func() { e.Must("cuMemFreeHost", counter) })
-	wrong := 0
-	for i := range turns {
-		old := uint64(i + 2)
-		e.Fill(to, n, old)
-		before := word(counter)
-		e.Must("kvgpu_kernel_check", stream, to, n, uintptr(old), 0, counter) // the older request's kernel
-		if err := pull(t, d, p, at, to, n, moment(t, d, stream)); err != nil {
-			t.Fatal(err)
-		}
-		e.Sync(stream)
-		if word(counter) != before {
-			wrong++
-		}
-		if e.Wrong(to, n, 1) > 0 {
-			t.Fatal("the copy has not landed")
-		}
-	}
-	if wrong > 0 {
-		t.Errorf("%d of %d reads were wrong", wrong, turns)
-	}
 }
 
 // hold starts a copy that the driver has and does not begin, until e.Release of the stream.
@@ -195,17 +165,17 @@ func TestPeersOfOneProcess(t *testing.T) {
 	o := start(t, 0)
 	at, to := o.memory("allocate", grain, 1), memory(t, e, d, grain)
 	first, second := o.openAll(d), o.openAll(d)
-	if err := pull(t, d, first, at, to, grain, 0); err != nil {
+	if err := pull(t, d, first, at, to, grain); err != nil {
 		t.Error(err)
 	}
 	if err := first.Close(); err != nil {
 		t.Error(err)
 	}
 	e.Fill(to, grain, 9)
-	if err := pull(t, d, second, at, to, grain, 0); err != nil || e.Wrong(to, grain, 1) > 0 {
+	if err := pull(t, d, second, at, to, grain); err != nil || e.Wrong(to, grain, 1) > 0 {
 		t.Errorf("%v, %d bytes are wrong", err, e.Wrong(to, grain, 1))
 	}
-	if err := pull(t, d, first, at, to, 100, 0); err == nil {
+	if err := pull(t, d, first, at, to, 100); err == nil {
 		t.Error("what is closed was read")
 	}
 }

@@ -268,7 +268,7 @@ func (q *queue) report(j *job) {
 	switch {
 	case j.ended:
 		return
-	case q.silent: // a job whose moment passed while the device was closed
+	case q.silent: // a job that was begun when the device was closed already
 		safe.Go("cuda done", j.tell)
 	default:
 		q.told = append(q.told, j)

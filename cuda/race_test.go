@@ -18,7 +18,8 @@ func TestReadsAfterMoment(t *testing.T) {
 	wrong := 0
 	for i := range rounds {
 		e.Kernel(stream, p, n, uint64(i+1))
-		if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}, After: moment(t, d, stream)}); err != nil {
+		hasPassed(t, d, moment(t, d, stream))
+		if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}}); err != nil {
 			t.Fatal(err)
 		}
 		if !same(e, s.Bytes()[:n], uint64(i+1)) {
@@ -46,7 +47,8 @@ func TestWritesAfterMoment(t *testing.T) {
 		copy(s.Bytes(), e.Pattern(n, fresh))
 		before := word(counter)
 		e.Must("kvgpu_kernel_check", stream, p, n, uintptr(old), 0, counter) // the older request's kernel
-		if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}, After: moment(t, d, stream)}); err != nil {
+		hasPassed(t, d, moment(t, d, stream))
+		if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}}); err != nil {
 			t.Fatal(err)
 		}
 		e.Sync(stream)

@@ -33,33 +33,55 @@ func (d *Device) Register(name string, addr uintptr, bytes uint64) (*Region, err
 		return nil, d.over()
 	}
 	defer d.leave()
-	pieces, err := mappings(addr, bytes)
+	at, err := new(Locator).Find(addr, bytes)
 	if err != nil {
 		return nil, fmt.Errorf("region %s: %w", name, err)
 	}
-	if pieces[0].Device != d.info.Ordinal {
-		return nil, fmt.Errorf("region %s: %#x lies on CUDA device %d and not on %d", name, addr, pieces[0].Device, d.info.Ordinal)
+	list, err := d.registerAll([]string{name}, []Place{at})
+	if err != nil {
+		return nil, err
 	}
-	r := &Region{d: d, name: name, addr: uint64(addr), bytes: bytes}
-	r.lies(pieces)
+	return list[0], nil
+}
+
+// RegisterAll is Register of places that one Locator has found. It takes no longer for many of them.
+func (d *Device) RegisterAll(names []string, at []Place) ([]*Region, error) {
+	if !d.enter() {
+		return nil, d.over()
+	}
+	defer d.leave()
+	return d.registerAll(names, at)
+}
+
+// registerAll is RegisterAll for callers that have entered.
+func (d *Device) registerAll(names []string, at []Place) ([]*Region, error) {
+	list := make([]*Region, len(at))
+	for i, p := range at {
+		if p.Device != d.info.Ordinal {
+			return nil, fmt.Errorf("region %s: %#x lies on CUDA device %d and not on %d", names[i], p.addr, p.Device, d.info.Ordinal)
+		}
+		list[i] = &Region{d: d, name: names[i], addr: p.addr, bytes: p.bytes}
+		list[i].pieces, list[i].was = p.pieces, list[i].asked(p.pieces)
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	regions := append(slices.Clone(d.regions), r)
+	regions := slices.Concat(d.regions, list)
 	u, err := lies(regions, piecesOf(regions))
 	if err != nil {
-		return nil, fmt.Errorf("region %s: %w", name, err)
+		return nil, err
 	}
 	d.regions = regions
 	d.knows(u)
-	return r, nil
+	return list, nil
 }
 
-// lies takes what lies under the region.
-func (r *Region) lies(pieces []driver.Memory) {
-	r.pieces, r.was = pieces, make([]driver.Piece, len(pieces)) // anew: a check may read the last ones
+// asked is what a check asks for, if these pieces lie under the region.
+func (r *Region) asked(pieces []driver.Memory) []driver.Piece {
+	was := make([]driver.Piece, len(pieces))
 	for i, p := range pieces {
-		r.was[i] = r.piece(p)
+		was[i] = driver.Piece{Addr: max(p.Base, r.addr), ID: p.ID, Block: p.Block}
 	}
+	return was
 }
 
 // now is what lies under the region, as Register or the last Renewal found it.
@@ -91,38 +113,33 @@ type union struct {
 
 // lies finds what lies under regions, of which each has its pieces.
 func lies(regions []*Region, of [][]driver.Memory) (u union, err error) {
-	for _, pieces := range of {
-		for _, p := range pieces {
-			u.known = append(u.known, mapping{base: p.Base, end: p.Base + p.Size, id: p.ID, block: p.Block})
+	first := map[mapping]*Region{} // that lies in it
+	for k, r := range regions {
+		for _, p := range of[k] {
+			m := mapping{base: p.Base, end: p.Base + p.Size, id: p.ID, block: p.Block}
+			if first[m] == nil {
+				first[m] = r
+				u.known = append(u.known, m)
+			}
 		}
 	}
 	slices.SortFunc(u.known, func(a, b mapping) int {
 		return cmp.Or(cmp.Compare(a.base, b.base), cmp.Compare(a.id, b.id))
 	})
-	u.known = slices.Compact(u.known)
 	for i := 1; i < len(u.known); i++ {
 		if u.known[i].base < u.known[i-1].end {
-			return union{}, fmt.Errorf("the memory at %#x was mapped anew after another region there was registered: close the older region first", u.known[i].base)
+			return union{}, fmt.Errorf("region %s: the memory at %#x was mapped anew after another region there was registered: "+
+				"close the older region first", first[u.known[i]].name, u.known[i].base)
 		}
 	}
 	u.pieces = make([]driver.Piece, len(u.known))
-	for k, r := range regions {
-		for _, p := range of[k] {
-			at, _ := slices.BinarySearchFunc(u.known, p.Base, func(m mapping, base uint64) int { return cmp.Compare(m.base, base) })
-			if u.pieces[at].Addr == 0 {
-				u.pieces[at] = r.piece(p)
-			}
-		}
+	for i, m := range u.known {
+		u.pieces[i] = driver.Piece{Addr: max(m.base, first[m].addr), ID: m.id, Block: m.block}
 	}
 	for i := range min(len(u.pieces), mostSampled) {
 		u.sample = append(u.sample, u.pieces[i*len(u.pieces)/min(len(u.pieces), mostSampled)])
 	}
 	return u, nil
-}
-
-// piece is what a check asks for: an address of a mapping within the region, and what lies there.
-func (r *Region) piece(p driver.Memory) driver.Piece {
-	return driver.Piece{Addr: max(p.Base, r.addr), ID: p.ID, Block: p.Block}
 }
 
 // knows takes what lies under all regions; mu is held.
@@ -153,6 +170,19 @@ func (r *Region) Kind() Kind {
 func (r *Region) RDMA() bool {
 	pieces, _ := r.now()
 	return !slices.ContainsFunc(pieces, func(p driver.Memory) bool { return !p.RDMA })
+}
+
+// Mappings is how many Check asks for.
+func (r *Region) Mappings() int {
+	_, was := r.now()
+	return len(was)
+}
+
+// Mappings is how many Check asks for.
+func (d *Device) Mappings() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(d.pieces)
 }
 
 // Check says whether the region's memory is the same as when it was registered. It costs

@@ -210,16 +210,12 @@ func TestCapture(t *testing.T) {
 	if _, err := d.Moment(stream); !errors.Is(err, ErrCapturing) {
 		t.Errorf("a moment on a capturing stream: %v", err)
 	}
-	asked := make(chan error, 1)
-	go func() {
-		_, err := d.Passed(before)
-		d.Await(before, func(err error) { awaited <- err })
-		asked <- err
-	}()
-	if err := errors.Join(answer(t, asked), answer(t, awaited)); err != nil {
+	go d.Await(before, func(err error) { awaited <- err })
+	if err := answer(t, awaited); err != nil {
 		t.Errorf("a wait beside the engine's capture: %v", err)
 	}
-	if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}, After: moment(t, d, other)}); err != nil {
+	hasPassed(t, d, moment(t, d, other))
+	if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}}); err != nil {
 		t.Errorf("a copy beside the engine's capture: %v", err)
 	}
 	graph := new(uintptr)

@@ -41,6 +41,7 @@ type Renewal struct {
 	d     *Device
 	epoch uint64 // of the device, when the memory was looked at
 	found [][]driver.Memory
+	was   [][]driver.Piece // of found, as of Region
 	union
 }
 
@@ -58,16 +59,17 @@ func (d *Device) Look() (*Renewal, error) {
 		was[i] = r.pieces
 	}
 	d.mu.Unlock()
-	n := &Renewal{d: d, epoch: epoch, found: make([][]driver.Memory, len(regions))}
+	n := &Renewal{d: d, epoch: epoch, found: make([][]driver.Memory, len(regions)), was: make([][]driver.Piece, len(regions))}
+	l := new(Locator)
 	for i, r := range regions {
-		pieces, err := mappings(uintptr(r.addr), r.bytes)
+		pieces, err := l.mappings(uintptr(r.addr), r.bytes)
 		if err != nil {
 			return nil, fmt.Errorf("region %s: %w", r.name, err)
 		}
 		if !slices.EqualFunc(pieces, was[i], follows) {
 			return nil, fmt.Errorf("region %s: what lies at %#x now was not mapped by handles at the places of the cache that was registered: register it with another agent", r.name, r.addr)
 		}
-		n.found[i] = pieces
+		n.found[i], n.was[i] = pieces, r.asked(pieces)
 	}
 	var err error
 	n.union, err = lies(regions, n.found) // fails if the engine maps memory just now
@@ -99,7 +101,7 @@ func (n *Renewal) Take() {
 		return
 	}
 	for i, r := range d.regions {
-		r.lies(n.found[i])
+		r.pieces, r.was = n.found[i], n.was[i]
 	}
 	d.knows(n.union)
 }

@@ -150,8 +150,8 @@ func TestRenewOnce(t *testing.T) {
 	}
 }
 
-// TestCopiesStayInTheirMemory: a copy is begun, then the engine sleeps and wakes before the copy's moment
-// has passed. The copy ends by the region's name, and the new memory is neither read nor written.
+// TestCopiesStayInTheirMemory: a copy is begun, then the engine sleeps and wakes before the driver
+// has it. The copy ends by the region's name, and the new memory is neither read nor written.
 func TestCopiesStayInTheirMemory(t *testing.T) {
 	e, d := open(t, Options{})
 	at := reserve(t, e, grain)
@@ -161,19 +161,18 @@ func TestCopiesStayInTheirMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	other, stream := e.Alloc(grain), e.Stream()
 	for _, dir := range []Direction{ToDevice, FromDevice} {
-		e.Hold(stream)
-		e.Kernel(stream, other, grain, 9)
-		after := moment(t, d, stream)
 		s, done := slot(t, d, dir), make(chan error, 1)
 		clear(s.Bytes())
-		d.Transfer("a", dir).Start(Copy{Slot: s, Runs: []Run{{Addr: at, Len: grain}}, After: after, Done: func(err error) { done <- err }})
+		j, err := d.Transfer("a", dir).ready(Copy{Slot: s, Runs: []Run{{Addr: at, Len: grain}}, Done: func(err error) { done <- err }})
+		if err != nil {
+			t.Fatal(err)
+		}
 		m.unmap()
 		m = mapAt(t, e, at, 1)
 		e.Fill(at, grain, 5)
-		e.Release(stream)
-		err := answer(t, done)
+		j.t.begin(j)
+		err = answer(t, done)
 		if n := e.Wrong(at, grain, 5); n > 0 {
 			t.Errorf("%d bytes of a copy that was begun before have come", n)
 		}

@@ -70,6 +70,12 @@ func (s *storm) run(read bool, m uint64) (fenced bool) {
 	if read {
 		dir = FromDevice
 	}
+	passed := make(chan error, 1)
+	s.d.Await(m, func(err error) { passed <- err })
+	if err := <-passed; err != nil {
+		s.t.Error(err)
+		return false
+	}
 	tr := s.d.Transfer("storm", dir)
 	const each = 64 << 10
 	fence := -1
@@ -97,7 +103,7 @@ func (s *storm) run(read bool, m uint64) (fenced bool) {
 		}
 		s.told.Add(1)
 		var once atomic.Bool
-		tr.Start(Copy{Slot: slot, Runs: runs, After: m, Done: func(err error) {
+		tr.Start(Copy{Slot: slot, Runs: runs, Done: func(err error) {
 			if once.Swap(true) {
 				s.t.Error("a copy was told twice")
 				return

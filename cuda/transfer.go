@@ -22,13 +22,12 @@ type Run = driver.Run
 
 // Copy is an order to copy between device memory and a slot, or from a peer's memory to the device's.
 type Copy struct {
-	Slot  *Slot       // none for FromPeer
-	At    int         // the first byte in the slot
-	Runs  []Run       // in the device's memory; in the slot their bytes follow each other
-	Peer  *Peer       // FromPeer and FromDevice: the runs are of this peer's memory, by its addresses
-	To    []Run       // FromPeer: where in the device's memory the runs' bytes go, in the same order
-	After uint64      // a moment that has passed before the device gets the copy; 0: none
-	Done  func(error) // called once, see the package's page
+	Slot *Slot       // none for FromPeer
+	At   int         // the first byte in the slot
+	Runs []Run       // in the device's memory; in the slot their bytes follow each other
+	Peer *Peer       // FromPeer and FromDevice: the runs are of this peer's memory, by its addresses
+	To   []Run       // FromPeer: where in the device's memory the runs' bytes go, in the same order
+	Done func(error) // called once, see the package's page
 }
 
 // Transfer has the copies that are fenced together: those of one transfer in one direction.
@@ -66,58 +65,40 @@ type job struct {
 	err    error
 }
 
-// Start gives a copy to the device, at once or after its moment.
+// Start gives a copy to the device. What must be done before it, on streams of the engine's, is done.
 func (t *Transfer) Start(c Copy) {
+	j, err := t.ready(c)
+	if err != nil {
+		safe.Go("cuda", func() { c.Done(t.wrap(err)) })
+		return
+	}
+	t.begin(j)
+}
+
+// ready checks a copy. From now on it belongs to the memory that lies under it now.
+func (t *Transfer) ready(c Copy) (*job, error) {
 	j := &job{Copy: c, t: t, at: c.At}
 	err := t.check(j)
 	if err == nil {
 		err = t.prepare()
 	}
-	if err != nil {
-		safe.Go("cuda", func() { c.Done(t.wrap(err)) })
-		return
-	}
-	if c.Slot != nil {
+	if err == nil && c.Slot != nil {
 		c.Slot.users.Add(1)
 	}
+	return j, err
+}
+
+func (t *Transfer) begin(j *job) {
 	q := t.d.queue(t.dir)
-	wait := c.After != 0 && !fault.On("gpu-wait")
-	if wait {
-		if passed, err := t.d.Passed(c.After); err == nil && passed {
-			wait = false
-		}
-	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	switch {
-	case q.over != nil:
-		j.err = q.over
-	case t.fenced:
-		j.err = ErrFenced
-	}
 	t.copies = append(t.copies, j)
-	if j.err != nil {
-		j.queued = true
+	if t.fenced && q.over == nil {
+		j.err, j.queued = ErrFenced, true
 		q.settle(j)
 		return
 	}
-	if !wait {
-		q.push(j)
-		return
-	}
-	t.d.Await(c.After, func(err error) {
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		if j.ended {
-			return
-		}
-		if err != nil {
-			j.err, j.queued = err, true
-			q.settle(j)
-			return
-		}
-		q.push(j)
-	})
+	q.push(j)
 }
 
 func (t *Transfer) wrap(err error) error {

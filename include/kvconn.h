@@ -320,9 +320,10 @@ int32_t kvconn_written_on(kvconn_agent agent, const uint32_t *regions, size_t nu
 /*
  * Prefill: takes back what kvconn_offer_partial gave, of requests that the engine preempts or gives up. Unless the
  * engine cancels the transfer too, decode engines load it anew when it, or a part of it, is offered again. The call
- * waits until nothing reads the blocks any more: a second or two at most when a peer takes no bytes. If it returns
- * KVCONN_ERR_SYSTEM after timeout_ms, the blocks must not be used again while the agent is open. An unknown id is no
- * error. For an id that was offered the result is KVCONN_ERR_INVALID; the other ids are taken back nevertheless.
+ * waits until nothing reads the blocks any more: a second or two at most when a peer takes no bytes, and longer while a
+ * GPU's driver does not answer. If it returns KVCONN_ERR_SYSTEM after timeout_ms, the blocks must not be used again
+ * while the agent is open. An unknown id is no error. For an id that was offered the result is KVCONN_ERR_INVALID; the
+ * other ids are taken back nevertheless.
  */
 int32_t kvconn_withdraw(kvconn_agent agent, const char *const *transfer_ids, size_t count, uint32_t timeout_ms);
 

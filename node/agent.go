@@ -82,6 +82,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	}
 	a.usePlane(plane)
 	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
+	a.goRun("memory of the engine", func() { runMemory(a.ctx, a.halves, a.performOfMemory) })
 	a.goRun("memory", func() { giveback.Run(a.ctx) })
 	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
 		zap.String("role", cfg.Role), zap.String("bootstrap", a.BootstrapAddress()))
@@ -101,7 +102,7 @@ func newAgent(cfg Config, opt Options, identity *natsbus.Identity) *Agent {
 		a.openNear = newLocal
 	}
 	a.ctx, a.cancel = context.WithCancel(context.Background())
-	a.halves = &halves{clock: opt.Clock, reports: opt.Reports, wake: make(chan struct{}, 1)}
+	a.halves = &halves{clock: opt.Clock, reports: opt.Reports, memory: newTodo(), control: newTodo()}
 	if a.halves.clock == nil {
 		a.halves.clock = systemClock{}
 	}
@@ -129,6 +130,13 @@ func newAgent(cfg Config, opt Options, identity *natsbus.Identity) *Agent {
 func (a *Agent) perform(act core.Action) {
 	if c := a.caches.Load(); c != nil {
 		c.performer.perform(act)
+	}
+}
+
+// performOfMemory does actions of core.OfMemory, likewise.
+func (a *Agent) performOfMemory(list []core.Action) {
+	if c := a.caches.Load(); c != nil {
+		c.performer.performOfMemory(list)
 	}
 }
 
@@ -185,7 +193,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 	}
 	t := a.newTransports(devs)
 	if t.held, err = hold(layout); err != nil {
-		_ = t.Close()
+		t.drop()
 		_ = a.halves.move(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
 	}
@@ -195,7 +203,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 		return fmt.Errorf("register_kv_caches: %w", err)
 	}
 	if err := a.use(layout, t); err != nil {
-		_ = t.Close()
+		t.drop()
 		return err
 	}
 	if a.cfg.prefills() {
@@ -204,7 +212,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 				a.halves.machine = nil
 				a.caches.Store(nil)
 			})
-			_ = t.Close()
+			t.drop()
 			return fmt.Errorf("register_kv_caches: %w", err)
 		}
 	}
@@ -241,7 +249,7 @@ type caches struct {
 
 func (a *Agent) newTransports(devs *devices.Devices) *transports {
 	t := newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.halves, a.peers.suspect)
-	t.devices, t.firstWait = devs, a.firstWait
+	t.devices, t.firstWait, t.taking = devs, a.firstWait, &a.halves.mu
 	return t
 }
 
@@ -312,58 +320,4 @@ func (a *Agent) stats() Stats {
 		s.ClusterRefused = b.Refused()
 	}
 	return s
-}
-
-// goodbye is the part of close_timeout_s in which Close withdraws the agent if
-// transfers do not end in time.
-const goodbye = time.Second
-
-// Close ends every transfer (each gets its report, with code closed), waits
-// until no byte can land any more, and withdraws the agent. It is bounded by
-// close_timeout_s, and a few seconds more if the embedded server does not stop.
-// A second call waits for the first one and returns ErrClosed.
-func (a *Agent) Close() error {
-	if !a.halves.close() {
-		<-a.closed
-		return core.ErrClosed
-	}
-	defer close(a.closed)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
-	defer cancel()
-	patience := max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2)
-	if c := a.caches.Load(); c != nil && c.transports.devices != nil {
-		patience -= a.cfg.deviceGoodbye()
-	}
-	draining, stop := context.WithTimeout(ctx, patience)
-	defer stop()
-	drained := a.drain(draining)
-	var errs []error
-	if c := a.caches.Load(); c != nil {
-		errs = append(errs, c.transports.Close())
-		if !drained {
-			// The transports are closed: nothing can land. The reports are still owed.
-			a.halves.tell(core.Abandon{})
-		}
-		c.queue.wait(draining)
-	}
-	a.cancel()
-	errs = append(errs, a.plane.close(ctx))
-	a.wg.Wait()
-	_ = a.halves.move(stateClosing, stateClosed, nil)
-	a.log.Info("agent closed", zap.String("agent", string(a.id)))
-	return errors.Join(errs...)
-}
-
-// drain waits until the machine holds nothing.
-func (a *Agent) drain(ctx context.Context) bool {
-	t := time.NewTicker(2 * time.Millisecond)
-	defer t.Stop()
-	for !a.halves.idle() {
-		select {
-		case <-ctx.Done():
-			return false
-		case <-t.C:
-		}
-	}
-	return true
 }

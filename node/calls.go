@@ -138,8 +138,8 @@ func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Wri
 
 // Withdraw takes back blocks that OfferPartial gave, of requests that the engine preempts
 // or gives up. When it returns without an error nothing reads them any more. It waits for
-// the reads under way: a second or two at most when a peer takes no bytes, and never longer
-// than the timeout. If the timeout ends the wait, the blocks must not be used while the
+// the reads under way: a second or two at most when a peer takes no bytes, as long as the driver takes if it
+// is being asked about the memory, and never longer than the timeout. If the timeout ends the wait, the blocks must not be used while the
 // agent is open. An unknown id is no error. An offered id is an error, and the other ids'
 // blocks are taken back nevertheless.
 func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {

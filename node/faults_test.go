@@ -18,12 +18,14 @@ var defects = []faulttest.Defect{
 	{"node-guests-unbounded", "TestGuestsLeaveRoom"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},
 	{"node-no-ticket", "TestSeedsOfFuzzAnswers"},
+	{"node-writes-apart", "TestWritesThatWait"},
 	{"waits-for-slow", "TestSeedsOfFuzzAnswers"},
 	{"no-fence", "TestSeedsOfFuzzAnswers"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
-	ofOthers := []string{"renewed-in-use", "node-load-unlooked", "node-write-unlooked", "node-more-unlooked", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
+	ofOthers := []string{"renewed-in-use", "node-load-unlooked", "node-write-unlooked", "node-more-unlooked",
+		"node-look-kept", "node-look-few", "node-look-of-before", "node-own-fault", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
 	faulttest.Run(t, defects, func(name string) bool { return slices.Contains(ofOthers, name) })
 }

@@ -200,19 +200,20 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 	}
 	perform := func() {
 		for range 1000 {
-			list, _ := a.halves.take()
+			control, _ := a.halves.take(&a.halves.control)
+			memory, _ := a.halves.take(&a.halves.memory)
 			p.looks.Lock()
-			for _, act := range list {
+			for _, act := range control {
 				a.perform(act)
 			}
+			a.performOfMemory(memory)
 			p.looks.Unlock()
-			a.halves.performed()
+			a.halves.performed(&a.halves.control)
+			a.halves.performed(&a.halves.memory)
 			a.wg.Wait()
-			if a.halves.mu.Lock(); len(a.halves.actions) == 0 {
-				a.halves.mu.Unlock()
+			if len(control)+len(memory) == 0 {
 				return
 			}
-			a.halves.mu.Unlock()
 		}
 		t.Fatal("an answer leads to the next request without end")
 	}

@@ -292,12 +292,8 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) (
 	if s := a.halves.machine.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
 		t.Errorf("over the limits: %+v", s)
 	}
-	queue, _ := a.halves.take()
-	for _, act := range queue {
-		if w, ok := act.(core.Write); ok {
-			a.caches.Load().performer.write(w)
-		}
-	}
+	memory, _ := a.halves.take(&a.halves.memory)
+	a.performOfMemory(memory)
 	for _, w := range tr.writes {
 		if !tr.admitted[w.Peer] || w.Peer == "" || w.ID != "t-1" {
 			t.Errorf("%q is written to %q", w.ID, w.Peer)

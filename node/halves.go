@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -30,16 +31,52 @@ type halves struct {
 	clock   core.Clock
 	reports Reports
 	ended   func(core.Report) core.Report // completes a report for the engine; called under the lock
-	wake    chan struct{}                 // holds a value when there are actions, or the machine is busy
 
 	mu          sync.Mutex
 	state       agentState
 	machine     *core.Machine
-	outstanding int           // accepted offers and loads without a report
-	actions     []core.Action // in order
-	performing  bool          // the run goroutine has taken actions and is not done
+	outstanding int  // accepted offers and loads without a report
+	memory      todo // actions of core.OfMemory
+	control     todo // the others; it is woken while the machine is busy, too
 	reads       []*readWait
 }
+
+// todo are actions that wait for the goroutine that performs them, in their order. The lock of the halves guards it.
+type todo struct {
+	wake       chan struct{} // holds a value when there are some
+	list       []core.Action
+	writes     map[core.TransferID]int // of each transfer, the place of a Write to which more may be given
+	performing bool                    // the goroutine has taken some and is not done
+}
+
+func newTodo() todo { return todo{wake: make(chan struct{}, 1), writes: map[core.TransferID]int{}} }
+
+// add adds an action. If a Write extends one that waits too, the two become one: so the list does not grow with each layer while the
+// driver does not answer.
+func (q *todo) add(act core.Action) {
+	switch v := act.(type) {
+	case core.Write:
+		if i, waits := q.writes[v.ID]; waits && v.Extends && !fault.On("node-writes-apart") {
+			first := q.list[i].(core.Write)
+			v.Begin, v.Extends = first.Begin, first.Extends
+			q.list[i] = v
+			return
+		}
+		q.writes[v.ID] = len(q.list)
+	case core.StopWrite:
+		delete(q.writes, v.ID)
+	}
+	q.list = append(q.list, act)
+}
+
+func (q *todo) signal() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (q *todo) idle() bool { return len(q.list) == 0 && !q.performing }
 
 // readWait is a call that waits until blocks are read no more.
 type readWait struct {
@@ -195,57 +232,59 @@ func (h *halves) renewReplied(v core.SendRenew, answers []core.Answer, absent bo
 }
 
 // step tells the machine of one event and moves its actions on; the lock is held. The answer is the
-// caller's. Reports go to the engine at once, the rest to the run goroutine, in order.
+// caller's. Reports go to the engine at once, the rest to the goroutines that perform them, in order.
 func (h *halves) step(now time.Time, e core.Event) core.Action {
 	answer, rest := core.Split(h.machine.Step(now, e))
-	n := len(h.actions)
 	for _, act := range rest {
-		r, ok := act.(core.Report)
-		if !ok {
-			h.actions = append(h.actions, act)
-			continue
+		if r, ok := act.(core.Report); ok {
+			h.report(r)
+		} else if core.OfMemory(act) {
+			h.memory.add(act)
+		} else {
+			h.control.add(act)
 		}
-		if r.Side != core.SideClaim { // the machine counts these itself
-			h.outstanding--
-		}
-		h.reports.Push(h.ended(r))
 	}
 	if len(h.reads) > 0 {
 		h.checkReads()
 	}
-	if len(h.actions) > n || h.machine.Busy() {
-		h.signal()
+	if len(h.memory.list) > 0 {
+		h.memory.signal()
+	}
+	if len(h.control.list) > 0 || h.machine.Busy() {
+		h.control.signal()
 	}
 	return answer
 }
 
-func (h *halves) signal() {
-	select {
-	case h.wake <- struct{}{}:
-	default:
+// report tells the engine an end; the lock is held.
+func (h *halves) report(r core.Report) {
+	if r.Side != core.SideClaim { // the machine counts these itself
+		h.outstanding--
 	}
+	h.reports.Push(h.ended(r))
 }
 
 // take gives the actions that wait, and whether the machine must be told the time.
 // The caller performs them and then calls performed.
-func (h *halves) take() (list []core.Action, busy bool) {
+func (h *halves) take(q *todo) (list []core.Action, busy bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	list, h.actions, h.performing = h.actions, nil, true
+	list, q.list, q.performing = q.list, nil, true
+	clear(q.writes)
 	return list, h.machine != nil && h.machine.Busy()
 }
 
-func (h *halves) performed() {
+func (h *halves) performed(q *todo) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.performing = false
+	q.performing = false
 }
 
 // idle: the machine holds nothing, and all that it wanted is done.
 func (h *halves) idle() bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.machine == nil || !h.machine.Busy() && len(h.actions) == 0 && !h.performing
+	return h.machine == nil || !h.machine.Busy() && h.control.idle() && h.memory.idle()
 }
 
 // reading returns a wait until the blocks of ids are not read; nil if none is read
@@ -287,10 +326,10 @@ func (h *halves) checkReads() {
 	})
 }
 
-// Tick also wakes the run goroutine, which stops the ticker of an idle machine.
+// Tick also wakes the goroutine of run, which stops the ticker of an idle machine.
 func (h *halves) Tick() {
 	h.tell(core.Tick{})
-	h.signal()
+	h.control.signal()
 }
 
 var _ core.Sink = (*halves)(nil)

@@ -2,7 +2,9 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"slices"
+	"strings"
 	"testing"
 
 	"go.uber.org/zap"
@@ -17,8 +19,9 @@ import (
 type reached struct {
 	core.Transport
 	core.Sink
-	calls []string
-	ended error
+	calls   []string
+	ended   error
+	refuses error // a load
 }
 
 func (*reached) Name() string       { return viaTCP }
@@ -26,7 +29,7 @@ func (r *reached) note(call string) { r.calls = append(r.calls, call) }
 
 func (r *reached) Expect(core.TransferID, core.AgentID, []core.Segment) ([]byte, error) {
 	r.note("load")
-	return []byte("grant"), nil
+	return []byte("grant"), r.refuses
 }
 func (r *reached) Write(core.WriteOp)     { r.note("write") }
 func (r *reached) Extend(core.WriteOp)    { r.note("more") }
@@ -49,38 +52,67 @@ func (r *reached) took(t *testing.T, what string, want ...string) {
 // anyPlan is a plan of which nothing but its presence counts.
 type anyPlan struct{ core.Plan }
 
-// TestMemoryIsLookedAt: the memory under a region is asked for before a load, a write and more of a write reach the transport. If the engine has freed it, or
-// has mapped other memory at its addresses, none of them does: the load fails, the write fails, and the write that has begun is stopped and fails with the cause.
+// lookedAt are transports over a cache on a device, with one that notes what reaches it.
+func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
+	t.Helper()
+	var regions []core.Region
+	for i, base := range bases {
+		regions = append(regions, core.Region{Name: fmt.Sprint("layer.", i), Base: uint64(base), Memory: core.DeviceMemory(0),
+			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks})
+	}
+	cfg := testConfig(RoleBoth)
+	devs, err := devices.Open(regions, cfg.deviceOptions())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := new(reached)
+	all := newTransports("self", &cfg, zap.NewNop(), nil, r, nil)
+	t.Cleanup(all.drop)
+	all.devices = devs
+	all.add(r)
+	all.pair(aPeer).connected = map[string]bool{viaTCP: true}
+	return all, r
+}
+
+const aPeer = core.AgentID("peer")
+
+// writeOf is a write that reads some regions.
+func writeOf(id core.TransferID, regions ...uint32) core.WriteOp {
+	op := core.WriteOp{ID: id, Peer: aPeer, Grant: mark(viaTCP, []byte("grant")), Bytes: 2 * blockBytes}
+	for _, r := range regions {
+		op.Pairs = append(op.Pairs, core.Pair{SrcRegion: r, Length: blockBytes})
+	}
+	return op
+}
+
+// TestMemoryIsLookedAt: the memory under a region is asked for before a load, a write and more of a write reach the transport. If the
+// engine has freed it, or has mapped other memory at its addresses, none of them does: the load fails, the write fails, and the write that
+// has begun is stopped and fails with the cause.
 func TestMemoryIsLookedAt(t *testing.T) {
 	leaktest.Check(t)
-	const peer = core.AgentID("peer")
-	for _, form := range []string{"pairs", "a plan"} {
+	for _, form := range []string{"pairs", "pairs of many regions", "a plan"} {
 		for _, happens := range []string{"it is freed", "it is mapped anew"} {
 			t.Run(form+", "+happens, func(t *testing.T) {
-				memory := engine.New(t, 0).Map(numBlocks * blockBytes)
-				regions := []core.Region{{Name: "layer.0", Base: uint64(memory.At), Memory: core.DeviceMemory(0), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}
-				cfg := testConfig(RoleBoth)
-				devs, err := devices.Open(regions, cfg.deviceOptions())
-				if err != nil {
-					t.Fatal(err)
+				const regions = 6
+				memory := engine.New(t, 0).Map(regions * numBlocks * blockBytes)
+				var bases []uintptr
+				for i := range uintptr(regions) {
+					bases = append(bases, memory.At+i*numBlocks*blockBytes)
 				}
-				r := new(reached)
-				all := newTransports("self", &cfg, zap.NewNop(), nil, r, nil)
-				t.Cleanup(func() { _ = all.Close() })
-				all.devices = devs
-				all.add(r)
-				all.pair(peer).connected = map[string]bool{viaTCP: true}
+				all, r := lookedAt(t, bases...)
 				load := func(id core.TransferID) error {
-					_, err := all.Expect(id, peer, &landing{segments: []core.Segment{}})
+					_, err := all.Expect(id, aPeer, &landing{segments: []core.Segment{}}, all.look())
 					return err
 				}
 				write := func(id core.TransferID) core.WriteOp {
-					op := core.WriteOp{ID: id, Peer: peer, Grant: mark(viaTCP, []byte("grant")), Bytes: 2 * blockBytes}
-					if form == "pairs" {
-						op.Pairs = []core.Pair{{Length: blockBytes}}
-					} else {
-						op.Plan = anyPlan{}
+					switch form {
+					case "pairs":
+						return writeOf(id, 0)
+					case "pairs of many regions":
+						return writeOf(id, 0, 1, 2, 3, 4, 5)
 					}
+					op := writeOf(id)
+					op.Plan = anyPlan{}
 					return op
 				}
 
@@ -88,9 +120,9 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Fatal(err)
 				}
 				r.took(t, "a load", "load")
-				all.Write(write("begun"))
+				all.Write(write("begun"), all.look())
 				r.took(t, "a write", "write")
-				all.Extend(write("begun"))
+				all.Extend(write("begun"), all.look())
 				r.took(t, "more of it", "more")
 
 				memory.Sleep()
@@ -101,18 +133,132 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Errorf("a load ends with %v", err)
 				}
 				r.took(t, "a load when the memory is gone")
-				all.Write(write("gone"))
+				all.Write(write("gone"), all.look())
 				if !isChange(r.ended) {
 					t.Errorf("a write ends with %v", r.ended)
 				}
 				r.took(t, "a write when the memory is gone")
-				all.Extend(write("begun"))
+				all.Extend(write("begun"), all.look())
 				r.took(t, "more of a write when the memory is gone", "stop")
 				all.sink(viaTCP).Written("begun", core.TransferStats{}, errors.New("it was stopped"))
 				if !isChange(r.ended) {
 					t.Errorf("a write that more cannot be given of ends with %v", r.ended)
 				}
 			})
+		}
+	}
+}
+
+// TestOtherMemoryIsLookedAt: if a look at all memory has found a change, a write of other regions begins all the same.
+func TestOtherMemoryIsLookedAt(t *testing.T) {
+	leaktest.Check(t)
+	e := engine.New(t, 0)
+	gone := e.Map(numBlocks * blockBytes)
+	all, r := lookedAt(t, gone.At, e.Map(numBlocks*blockBytes).At)
+	gone.Sleep()
+	l := all.look()
+	if _, err := all.Expect("load", aPeer, &landing{segments: []core.Segment{}}, l); !isChange(err) {
+		t.Errorf("a load ends with %v", err)
+	}
+	all.Write(writeOf("gone", 0), l)
+	if !isChange(r.ended) {
+		t.Errorf("a write ends with %v", r.ended)
+	}
+	r.took(t, "a write of memory that is gone")
+	all.Write(writeOf("there", 1), l)
+	r.took(t, "a write of memory that is there", "write")
+}
+
+// TestEachBatchLooks: what begins later does not rely on an earlier look.
+func TestEachBatchLooks(t *testing.T) {
+	leaktest.Check(t)
+	memory := engine.New(t, 0).Map(numBlocks * blockBytes)
+	all, r := lookedAt(t, memory.At)
+	shapes := []core.Shape{{Name: "layer.0", BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}
+	match, err := core.NewMatch(shapes, shapes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	peers := newPeerTable()
+	from := &peer{id: aPeer, in: &matched{match: match}}
+	from.place = peers.order.PushBack(from)
+	peers.byID[aPeer] = from
+	p := &performer{log: zap.NewNop(), peers: peers, transports: all, halves: new(halves)}
+	expect := func(ids ...core.TransferID) {
+		var list []core.Action
+		for _, id := range ids {
+			list = append(list, core.Expect{ID: id, Peer: aPeer, Selection: core.Selection{Blocks: [][]core.BlockID{{1}}, First: []uint32{0}}})
+		}
+		p.performOfMemory(list)
+	}
+	expect("a", "b")
+	r.took(t, "two loads", "load", "load")
+	memory.Sleep()
+	expect("c")
+	r.took(t, "a load after the memory has gone")
+}
+
+// cards are a transport that has registered memory with cards.
+type cards struct {
+	reached
+	forgot error
+}
+
+func (c *cards) Forget(cause error)   { c.forgot = cause }
+func (c *cards) Renew()               {}
+func (c *cards) Lacks() (error, bool) { return nil, false }
+
+// TestLookOfBefore: if the agent takes the memory of now while a look is made, what the look has found is of the memory of before. Cards
+// keep the new memory, and the look is made again.
+func TestLookOfBefore(t *testing.T) {
+	leaktest.Check(t)
+	memory := engine.New(t, 0).Map(numBlocks * blockBytes)
+	all, _ := lookedAt(t, memory.At)
+	c := new(cards)
+	all.add(c)
+	memory.Sleep()
+	memory.Wake()
+	looks := 0
+	err := all.checked(func() error {
+		looks++
+		found := all.devices.Check()
+		if now, err := all.devices.Look(); looks == 1 && (err != nil || !now.Take()) {
+			t.Fatalf("the memory of now is not taken: %v", err)
+		}
+		return found
+	})
+	if err != nil || c.forgot != nil || looks != 2 {
+		t.Errorf("after %d looks: %v, and the cards forget the memory of now: %v", looks, err, c.forgot)
+	}
+	memory.Sleep()
+	if err := all.checked(all.devices.Check); !isChange(err) || !isChange(c.forgot) {
+		t.Errorf("%v, and the cards forget memory that is gone: %v", err, c.forgot)
+	}
+}
+
+// TestOwnMemoryInTheWay: a load that no transport can begin since it lacks this agent's memory fails as this agent's own fault. If
+// something else is in one's way, as the peer, it does not.
+func TestOwnMemoryInTheWay(t *testing.T) {
+	const peer = core.AgentID("peer")
+	cfg := testConfig(RoleDecode)
+	lacks, away := fmt.Errorf("region layer.0: %w", core.ErrMemory), errors.New("the peer is not connected")
+	for _, c := range []struct {
+		refuse []error
+		ours   bool
+	}{{[]error{lacks}, true}, {[]error{lacks, lacks}, true}, {[]error{lacks, away}, false}, {[]error{away}, false}, {nil, false}} {
+		all := newTransports("self", &cfg, zap.NewNop(), nil, new(reached), nil)
+		all.pair(peer).connected = map[string]bool{viaTCP: true}
+		for _, why := range c.refuse {
+			all.add(&reached{refuses: why})
+		}
+		_, err := all.Expect("t", peer, &landing{segments: []core.Segment{}}, all.look())
+		if err == nil || errors.Is(err, core.ErrMemory) != c.ours {
+			t.Errorf("%v: the load fails with %v", c.refuse, err)
+		}
+		for _, why := range c.refuse {
+			if !strings.Contains(err.Error(), why.Error()) {
+				t.Errorf("%v does not say %v", err, why)
+			}
 		}
 	}
 }

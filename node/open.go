@@ -60,7 +60,7 @@ func (o *opener) openAll(t *transports, layout *core.Layout) error {
 		default:
 			err = fmt.Errorf("%w: transport is %q: %w", ErrTransport, o.cfg.Transport, err)
 		}
-		_ = t.Close()
+		t.drop()
 		return err
 	}
 	if len(t.list) == 0 {

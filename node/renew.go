@@ -14,7 +14,7 @@ import (
 // registering is a transport that has registered device memory with cards.
 type registering interface {
 	// Forget gives the memory up: it is not what was registered any more. Transfers that are under way end
-	// with the cause.
+	// with the cause. It is called under the agent's lock, and returns at once.
 	Forget(cause error)
 	// Renew has the memory of now registered again, in the background.
 	Renew()
@@ -35,7 +35,7 @@ func (t *transports) renew(h *halves) error {
 		return nil
 	}
 	epoch := t.devices.Epoch()
-	changed := t.sound(t.devices.Check())
+	changed := t.checked(t.devices.Check)
 	if changed == nil { // another call has renewed it
 		t.changed.Store(false)
 		t.registerAgain()

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -12,8 +13,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// run performs the machine's actions in their order, and keeps its time while
-// it waits for something.
+// run performs those of the machine's actions that are not of core.OfMemory, in their order, and
+// keeps its time while it waits for something. None of them waits for a driver: renewals are among them.
 func run(ctx context.Context, h *halves, perform func(core.Action)) {
 	var (
 		stopTicker func()
@@ -28,13 +29,13 @@ func run(ctx context.Context, h *halves, perform func(core.Action)) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-h.wake:
+		case <-h.control.wake:
 		}
-		list, busy := h.take()
+		list, busy := h.take(&h.control)
 		for _, act := range list {
 			perform(act)
 		}
-		h.performed()
+		h.performed(&h.control)
 		switch {
 		case busy && stopTicker == nil:
 			stopTicker = h.clock.NewTicker(core.TickInterval, func(time.Time) { ticked.Store(true); h.Tick() })
@@ -42,6 +43,21 @@ func run(ctx context.Context, h *halves, perform func(core.Action)) {
 			stopTicker()
 			stopTicker = nil
 		}
+	}
+}
+
+// runMemory performs the actions of core.OfMemory in their order. Before a transport begins to use memory of a device, the driver
+// is asked if it is what was registered, and the driver may take its time, as while an engine allocates.
+func runMemory(ctx context.Context, h *halves, perform func([]core.Action)) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-h.memory.wake:
+		}
+		list, _ := h.take(&h.memory)
+		perform(list)
+		h.performed(&h.memory)
 	}
 }
 
@@ -61,9 +77,6 @@ func (p *performer) perform(act core.Action) {
 	switch v := act.(type) {
 	case core.Resolve:
 		p.finder.resolve(v)
-	case core.Expect:
-		grant, err := p.expect(v)
-		p.halves.tell(core.Expecting{ID: v.ID, Grant: grant, Err: err})
 	case core.SendLoad:
 		p.queue.load(v)
 	case core.SendRenew:
@@ -74,22 +87,39 @@ func (p *performer) perform(act core.Action) {
 		p.queue.finish(v.Peer, wire.Finish{TransferID: string(v.ID), Code: int(v.Code), Reason: shorten(v.Reason)})
 	case core.SendRestart:
 		p.queue.finish(v.Peer, wire.Finish{TransferID: string(v.ID), Restart: v.Digest})
-	case core.Revoke:
-		p.queue.revoke(v.ID)
 	case core.Forget:
 		if v.Gone {
 			p.peers.lose(v.Peer)
 		} else {
 			p.peers.suspect(v.Peer)
 		}
-	case core.Write:
-		p.write(v)
 	case core.Await:
 		p.transports.devices.Await(v.Moment, func(err error) { p.awaited(v.Moment, err) })
-	case core.StopWrite:
-		p.transports.Stop(v.ID)
 	default:
 		p.log.Error("unknown action", zap.String("type", fmt.Sprintf("%T", act)))
+	}
+}
+
+// lookedAtOnce is for how many actions at most one look at the memory is made.
+const lookedAtOnce = 64
+
+// performOfMemory does actions of core.OfMemory.
+func (p *performer) performOfMemory(list []core.Action) {
+	for some := range slices.Chunk(list, lookedAtOnce) {
+		l := p.transports.look()
+		for _, act := range some {
+			switch v := act.(type) {
+			case core.Expect:
+				grant, err := p.expect(v, l)
+				p.halves.tell(core.Expecting{ID: v.ID, Grant: grant, Err: err})
+			case core.Revoke:
+				p.queue.revoke(v.ID)
+			case core.Write:
+				p.write(v, l)
+			case core.StopWrite:
+				p.transports.Stop(v.ID)
+			}
+		}
 	}
 }
 
@@ -102,7 +132,7 @@ func (p *performer) awaited(at core.Moment, err error) {
 	p.halves.tell(core.MomentPassed{Moment: at})
 }
 
-func (p *performer) expect(v core.Expect) (grant []byte, err error) {
+func (p *performer) expect(v core.Expect, l *look) (grant []byte, err error) {
 	from := p.peers.get(v.Peer)
 	if from == nil || from.in == nil {
 		return nil, fmt.Errorf("prefill agent %s is not known any more", v.Peer)
@@ -111,11 +141,11 @@ func (p *performer) expect(v core.Expect) (grant []byte, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("the load from prefill agent %s cannot be planned: %w", v.Peer, err)
 	}
-	return p.transports.Expect(v.ID, v.Peer, to)
+	return p.transports.Expect(v.ID, v.Peer, to, l)
 }
 
 // write performs Write: a whole one, the first part of one, or more of it.
-func (p *performer) write(v core.Write) {
+func (p *performer) write(v core.Write, l *look) {
 	fail := func(err error) {
 		if v.Extends { // the transport tells it, when it reads no more
 			p.log.Error("a transfer cannot go on", zap.String("transfer_id", string(v.ID)), zap.Error(err))
@@ -137,8 +167,8 @@ func (p *performer) write(v core.Write) {
 	case err != nil:
 		fail(err)
 	case !v.Extends:
-		p.transports.Write(op)
+		p.transports.Write(op, l)
 	case op.Given() > 0:
-		p.transports.Extend(op)
+		p.transports.Extend(op, l)
 	}
 }

@@ -9,13 +9,12 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Expect arms the first transport that is usable with the peer now.
-func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing) ([]byte, error) {
-	if err := t.sound(t.devices.Check()); err != nil && !fault.On("node-load-unlooked") {
+func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing, l *look) ([]byte, error) {
+	if err := l.all(); err != nil && !fault.On("node-load-unlooked") {
 		return nil, err
 	}
 	var passed []passedOver
@@ -31,29 +30,16 @@ func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing) 
 		}
 		passed = append(passed, passedOver{w.Name(), err})
 	}
-	return nil, t.noWay(peer, passed)
+	return nil, ownFault(passed, t.noWay(peer, passed))
 }
 
-// sound hands on what a check of regions has found. If one's memory has changed, a transport that
-// has registered it with cards gives it up, unless the agent has taken the new memory since.
-func (t *transports) sound(changed error) error {
-	if changed == nil || t.devices.Check() == nil {
-		return changed
+// ownFault marks an error as this agent's own fault, if nothing but its own memory is in the way: another prefill agent would not help.
+func ownFault(passed []passedOver, err error) error {
+	others := func(o passedOver) bool { return !errors.Is(o.why, core.ErrMemory) }
+	if fault.On("node-own-fault") || len(passed) == 0 || slices.ContainsFunc(passed, others) {
+		return err
 	}
-	if isChange(changed) {
-		t.changed.Store(true)
-	}
-	for _, w := range t.list {
-		if r, ok := w.(registering); ok {
-			r.Forget(changed)
-		}
-	}
-	return changed
-}
-
-func isChange(err error) bool {
-	var changed *cuda.ChangedError
-	return errors.As(err, &changed)
+	return fmt.Errorf("%w: %w", core.ErrMemory, err)
 }
 
 // Revoke may wait, but holds up its caller only: see core.Transport.
@@ -64,14 +50,14 @@ func (t *transports) Revoke(id core.TransferID) {
 }
 
 // Write starts to send by the transport that the grant names.
-func (t *transports) Write(op core.WriteOp) {
+func (t *transports) Write(op core.WriteOp, l *look) {
 	name, grant := unmark(op.Grant)
 	w := t.named(name)
 	if w == nil {
 		t.sink(name).Written(op.ID, core.TransferStats{}, fmt.Errorf("the grant of transfer %q is for transport %q, but this agent has %s", string(op.ID), name, t))
 		return
 	}
-	if err := t.sound(t.checkSource(&op)); err != nil && !fault.On("node-write-unlooked") {
+	if err := l.of(&op); err != nil && !fault.On("node-write-unlooked") {
 		t.sink(name).Written(op.ID, core.TransferStats{}, err)
 		return
 	}
@@ -82,12 +68,12 @@ func (t *transports) Write(op core.WriteOp) {
 }
 
 // Extend gives more of a write.
-func (t *transports) Extend(op core.WriteOp) {
+func (t *transports) Extend(op core.WriteOp, l *look) {
 	w := t.of(half{op.ID, core.SideOffer})
 	if w == nil {
 		return
 	}
-	if err := t.sound(t.checkSource(&op)); err != nil && !fault.On("node-more-unlooked") {
+	if err := l.of(&op); err != nil && !fault.On("node-more-unlooked") {
 		t.mu.Lock()
 		t.spoiled[op.ID] = err
 		t.mu.Unlock()
@@ -96,14 +82,6 @@ func (t *transports) Extend(op core.WriteOp) {
 	}
 	_, op.Grant = unmark(op.Grant)
 	w.Extend(op)
-}
-
-// checkSource says whether the regions that a write reads are what was registered.
-func (t *transports) checkSource(op *core.WriteOp) error {
-	if op.Plan != nil {
-		return t.devices.Check()
-	}
-	return t.devices.CheckPairs(op.Pairs)
 }
 
 // Stop ends a write early.

@@ -41,6 +41,7 @@ type transports struct {
 	devices *devices.Devices // on which some of the memory lies; nil: none
 	held    ownMemory
 	changed atomic.Bool               // some of that memory is not what was registered any more; see renew
+	taking  sync.Locker               // held while memory of now is taken for what was registered: the agent's lock
 	spoiled map[core.TransferID]error // writes that were stopped because their memory is another; guarded by mu
 
 	mu    sync.Mutex
@@ -64,7 +65,7 @@ type carrier struct {
 // newTransports' machine takes the outcomes; suspect is told of each peer to which
 // no way is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
-	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait,
+	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, taking: new(sync.Mutex),
 		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, spoiled: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 
@@ -141,23 +142,44 @@ func (t *transports) Dismiss(peer core.AgentID) {
 	}
 }
 
-// Close closes all at once: each may take a few seconds.
-func (t *transports) Close() error {
+// Close closes all at once: each may take a few seconds. On devices it waits no longer than ctx, since a driver may not answer.
+func (t *transports) Close(ctx context.Context) error {
 	t.devices.Closing()
-	errs := make([]error, len(t.list))
-	var wg sync.WaitGroup
-	for i, w := range t.list {
-		wg.Add(1)
-		safe.Go("close "+w.Name(), func() {
-			defer wg.Done()
-			errs[i] = w.Close()
-		})
+	type end struct {
+		name string
+		err  error
 	}
-	wg.Wait()
+	ends, open := make(chan end, len(t.list)), t.names()
+	for _, w := range t.list {
+		safe.Go("close "+w.Name(), func() { ends <- end{w.Name(), w.Close()} })
+	}
+	var late <-chan struct{}
+	if t.devices != nil {
+		late = ctx.Done()
+	}
+	var errs []error
+	for waits := true; waits && len(open) > 0; {
+		select {
+		case e := <-ends:
+			errs, open = append(errs, e.err), slices.DeleteFunc(open, func(name string) bool { return name == e.name })
+		case <-late:
+			errs = append(errs, fmt.Errorf("%w: closing transport %s: a call of the driver has not returned", devices.ErrDevice, strings.Join(open, ",")))
+			waits = false
+		}
+	}
 	errs = append(errs, t.devices.Close())
-	t.held.release() // no transport copies any more
-	t.held = nil
+	if len(open) == 0 { // no transport copies any more
+		t.held.release()
+		t.held = nil
+	}
 	return errors.Join(errs...)
+}
+
+// drop closes the transports of a registration that has failed.
+func (t *transports) drop() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(t.cfg.CloseTimeout))
+	defer cancel()
+	_ = t.Close(ctx)
 }
 
 // firstWait is how long a pair that has just met waits at most for better transports

@@ -36,6 +36,10 @@ var defects = []struct{ name, room, test, says string }{
 	{"node-load-unlooked", "../../node", "TestMemoryIsLookedAt", "the transport got [\"load"},
 	{"node-write-unlooked", "../../node", "TestMemoryIsLookedAt", "the transport got [\"write"},
 	{"node-more-unlooked", "../../node", "TestMemoryIsLookedAt", "the transport got [\"more"},
+	{"node-look-kept", "../../node", "TestEachBatchLooks", "the transport got [\"load"},
+	{"node-look-few", "../../node", "TestMemoryIsLookedAt", "the transport got [\"write"},
+	{"node-look-of-before", "../../node", "TestLookOfBefore", "the cards forget the memory of now"},
+	{"node-own-fault", "../../node", "TestOwnMemoryInTheWay", "the load fails with"},
 	{"tcp-slot-kept", "../../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
 }
 

@@ -37,41 +37,72 @@ func Open(regions []core.Region, o cuda.Options) (*Devices, error) {
 		return nil, nil
 	}
 	d := &Devices{regions: make([]*cuda.Region, len(regions))}
-	numbers := map[int]int{} // by CUDA's ordinals
+	all := opening{Devices: d, o: o, numbers: map[int]int{}}
 	for i := range regions {
 		if regions[i].Memory == core.HostMemory {
 			continue
 		}
-		if err := d.add(i, &regions[i], numbers, o); err != nil {
+		if err := all.find(i, &regions[i]); err != nil {
+			return nil, errors.Join(err, d.Close())
+		}
+	}
+	for k := range d.list {
+		if err := all.register(k, regions); err != nil {
 			return nil, errors.Join(err, d.Close())
 		}
 	}
 	return d, nil
 }
 
-func (d *Devices) add(i int, r *core.Region, numbers map[int]int, o cuda.Options) error {
-	at, err := cuda.Locate(uintptr(r.Base), r.Extent())
+// opening are Devices whose regions are looked for.
+type opening struct {
+	*Devices
+	o       cuda.Options
+	numbers map[int]int // by CUDA's ordinals
+	locator cuda.Locator
+	of      [][]int        // by device: the numbers of its regions
+	at      [][]cuda.Place // where these lie
+}
+
+// find finds the device of a region, and opens it.
+func (d *opening) find(i int, r *core.Region) error {
+	at, err := d.locator.Find(uintptr(r.Base), r.Extent())
 	if err != nil {
 		return refused(r, err)
 	}
-	k, known := numbers[at.Device]
+	k, known := d.numbers[at.Device]
 	if !known {
 		k = len(d.list)
 		if k == core.MaxDevices {
 			return fmt.Errorf("%w: %v lies on one more device than the %d that an agent may have", core.ErrInvalid, r, core.MaxDevices)
 		}
-		dev, err := cuda.Open(at.Device, o)
+		dev, err := cuda.Open(at.Device, d.o)
 		if err != nil {
 			return fmt.Errorf("%w: %v: %w", ErrDevice, r, err)
 		}
-		d.list, numbers[at.Device] = append(d.list, dev), k
+		d.list, d.numbers[at.Device] = append(d.list, dev), k
+		d.of, d.at = append(d.of, nil), append(d.at, nil)
 		if err := dev.Prepare(); err != nil {
 			return fmt.Errorf("%w: %v: %w", ErrDevice, r, err)
 		}
 	}
 	r.Memory = core.DeviceMemory(k)
-	if d.regions[i], err = d.list[k].Register(r.Name, uintptr(r.Base), r.Extent()); err != nil {
-		return refused(r, err)
+	d.of[k], d.at[k] = append(d.of[k], i), append(d.at[k], at)
+	return nil
+}
+
+// register registers the regions of a device.
+func (d *opening) register(k int, regions []core.Region) error {
+	names := make([]string, len(d.of[k]))
+	for j, i := range d.of[k] {
+		names[j] = regions[i].Name
+	}
+	list, err := d.list[k].RegisterAll(names, d.at[k])
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrDevice, err)
+	}
+	for j, i := range d.of[k] {
+		d.regions[i] = list[j]
 	}
 	return nil
 }
@@ -197,26 +228,37 @@ func (r Renewal) Take() bool {
 // fewRegions is so few that each region's mappings are asked for, and not those of all.
 const fewRegions = 4
 
-// CheckPairs is Check of the regions that a write reads.
-func (d *Devices) CheckPairs(pairs []core.Pair) error {
+// Few are the regions on devices that a write reads, if they are so few that CheckFew of them asks for no more mappings than Check does.
+func (d *Devices) Few(pairs []core.Pair) (few []*cuda.Region, ok bool) {
 	if d == nil {
-		return nil
+		return nil, true
 	}
-	var few []uint32
+	mappings := 0
 	for i := range pairs {
-		r := pairs[i].SrcRegion
-		if n := len(few); n > 0 && few[n-1] == r || slices.Contains(few, r) {
+		r := d.regions[pairs[i].SrcRegion]
+		if n := len(few); r == nil || n > 0 && few[n-1] == r || slices.Contains(few, r) {
 			continue
 		}
-		if few = append(few, r); len(few) > fewRegions {
-			return d.Check()
+		few = append(few, r)
+		if mappings += r.Mappings(); len(few) > fewRegions || mappings > d.mappings() {
+			return nil, false
 		}
 	}
+	return few, true
+}
+
+// mappings are those that Check asks for.
+func (d *Devices) mappings() (n int) {
+	for _, dev := range d.list {
+		n += dev.Mappings()
+	}
+	return n
+}
+
+// CheckFew is Check of some regions. It asks for the mappings of each.
+func (d *Devices) CheckFew(few []*cuda.Region) error {
 	for _, r := range few {
-		if d.regions[r] == nil {
-			continue
-		}
-		if err := d.regions[r].Check(); err != nil {
+		if err := r.Check(); err != nil {
 			return fmt.Errorf("%w: %w", ErrDevice, err)
 		}
 	}

@@ -157,8 +157,8 @@ class Agent(DeviceCalls):
         """Prefill: takes back the blocks that :meth:`offer_partial` gave, of requests that the engine preempts or gives up.
 
         When the call returns, nothing reads the blocks any more: the call waits for writes that are
-        under way, a second or two at most if a peer takes no bytes. If the call raises with
-        :attr:`Status.SYSTEM`, the blocks must not be used again. When the engine gives the transfer
+        under way, a second or two at most if a peer takes no bytes, and longer while a GPU's driver
+        does not answer. If the call raises with :attr:`Status.SYSTEM`, the blocks must not be used again. When the engine gives the transfer
         to :meth:`offer_partial` again, or offers it, decode loads it anew. An unknown id is no
         error. An id that was offered is an error.
         """

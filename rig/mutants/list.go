@@ -105,6 +105,8 @@ var mutants = []mutant{
 	{"failed-is-passed", "a moment that fails counts as passed"},
 	{"waits-for-its-moment", "a moment that does not pass is waited for for ever"},
 	{"awaiting-not-renewed", "a load that awaits its moment does not prolong the lease"},
+	{"expecting-not-renewed", "a load whose transport is being armed does not prolong the lease"},
+	{"restarting-not-renewed", "a load that begins anew does not prolong the lease before its fence"},
 	{"remapped-is-cancelled", "a transfer whose memory is another counts as cancelled"},
 	{"remapped-is-offered", "an offer whose memory is another is not ended"},
 	{"elsewhere-for-ever", "a transfer whose way is never there begins anew again and again"},

@@ -4,7 +4,6 @@ package driver
 #cgo noescape kvg_moment
 #cgo nocallback kvg_moment
 #cgo nocallback kvg_await
-#cgo nocallback kvg_passed
 #cgo noescape kvg_same
 #cgo nocallback kvg_same
 #include "shim.h"
@@ -133,18 +132,6 @@ func (d *Device) Moment(stream uintptr) (uint64, error) {
 
 // Owns says whether a moment is one of this handle's.
 func (d *Device) Owns(moment uint64) bool { return d.number == moment>>56 }
-
-// Passed does not wait.
-func (d *Device) Passed(moment uint64) (bool, error) {
-	s := C.kvg_passed(d.c, C.uint64_t(moment))
-	if s.code == notReady {
-		return false, nil
-	}
-	if s.code != 0 {
-		return false, failed(s, "looking for moment %#x of CUDA device %d", moment, d.ordinal)
-	}
-	return true, nil
-}
 
 // Await returns when the moment has passed, or with the reason why it will not.
 func (d *Device) Await(moment uint64) error {

@@ -138,9 +138,6 @@ const (
 	TooManyPeers   = 711
 )
 
-// notReady is cuEventQuery's answer while an event has not passed.
-const notReady = 600
-
 // failed is a status as an error; the format says what was being done.
 func failed(s C.kvg_status, format string, args ...any) error {
 	switch s.code {

@@ -90,7 +90,6 @@ kvg_status kvg_file_close(struct kvg_device *d, uint64_t base, uint64_t bytes);
 uint64_t kvg_number(struct kvg_device *d); /* of the handle: the first byte of its moments */
 kvg_status kvg_moment(struct kvg_device *d, uintptr_t stream, uint64_t *moment);
 void *kvg_moment_entry(void); /* kvg_status (*)(void *device, uintptr_t stream, uint64_t *moment) */
-kvg_status kvg_passed(struct kvg_device *d, uint64_t moment); /* CUDA_ERROR_NOT_READY while it has not passed */
 kvg_status kvg_await(struct kvg_device *d, uint64_t moment);
 
 kvg_status kvg_ring(struct kvg_device *d, uint64_t bytes, void **ring);

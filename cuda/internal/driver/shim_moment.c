@@ -160,23 +160,6 @@ static kvg_status find(struct kvg_device *d, uint64_t moment, struct kvg_stream 
   return *m == NULL && number > s->passed ? KVG_OWN(KVG_UNKNOWN) : KVG_DONE;
 }
 
-kvg_status kvg_passed(struct kvg_device *d, uint64_t moment) {
-  struct kvg_entry e;
-  struct kvg_stream *stream;
-  struct kvg_moment *m;
-  kvg_status s = kvg_enter(d->context, &e);
-  if (s.code != 0) return s;
-  pthread_mutex_lock(&d->lock);
-  s = find(d, moment, &stream, &m);
-  if (s.code == 0 && m != NULL) {
-    s = KVG_TRY(event_query, m->event);
-    if (s.code == 0) pass(d, stream, m->number);
-  }
-  pthread_mutex_unlock(&d->lock);
-  kvg_leave(&e);
-  return s;
-}
-
 kvg_status kvg_await(struct kvg_device *d, uint64_t moment) {
   struct kvg_entry e;
   struct kvg_stream *stream;

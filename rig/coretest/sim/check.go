@@ -213,9 +213,9 @@ func (w *world) checkEnd() {
 		for id := range a.ledger.claims {
 			w.fault(id, "%s: at the end: the claim of %q was neither loaded nor cancelled nor reported", a.id, id)
 		}
-		if len(a.peerQueues)+len(a.outbox)+len(a.looking)+len(a.queue)+len(a.waiting) > 0 {
+		if len(a.peerQueues)+len(a.outbox)+len(a.looking)+a.queued()+len(a.waiting) > 0 {
 			w.fault("", "%s: left at the end: %d peer queues, %d in the outbox, %d look-ups, %d actions, %d requests",
-				a.id, len(a.peerQueues), len(a.outbox), len(a.looking), len(a.queue), len(a.waiting))
+				a.id, len(a.peerQueues), len(a.outbox), len(a.looking), a.queued(), len(a.waiting))
 		}
 		for b := range a.host.mem {
 			if owner := a.host.mem[b].owner; owner != 0 {

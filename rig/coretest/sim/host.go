@@ -172,7 +172,7 @@ func (a *agent) tick() {
 }
 
 // collect gives the reports to the engine at once and the rest, in order, to the
-// node's goroutine.
+// node's goroutines.
 func (a *agent) collect(actions []core.Action) {
 	for _, act := range actions {
 		a.ledger.action(act)
@@ -192,10 +192,10 @@ func (a *agent) collect(actions []core.Action) {
 		case core.SendLoad: // a load that has followed a claim
 			a.asked[v.ID] = v.Seq
 		}
-		a.queue = append(a.queue, act)
-		if !a.working {
-			a.working = true
-			a.after(a.w.delay()/4, a.work)
+		q := a.todoOf(act)
+		if q.list = append(q.list, act); !q.working {
+			q.working = true
+			a.after(a.w.delay()/4, func() { a.work(q) })
 		}
 	}
 	for _, f := range a.ledger.broken {
@@ -263,7 +263,7 @@ func (a *agent) close() {
 }
 
 func (a *agent) drain(until time.Duration) {
-	drained := !a.m.Busy() && len(a.queue) == 0
+	drained := !a.m.Busy() && a.queued() == 0
 	if !drained && a.w.now < until {
 		a.after(20*time.Millisecond, func() { a.drain(until) })
 		return

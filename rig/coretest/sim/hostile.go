@@ -223,7 +223,8 @@ func (h *hostile) unmoved(a *agent, x knownHalf, what string) func() {
 	stand := func() string {
 		sizes := a.m.Sizes()
 		sizes.Ended = 0
-		return fmt.Sprintf("%+v, %d actions, %d reports, %q %s with %s", sizes, len(a.queue), a.reported, x.id, a.m.StateOf(x.side, x.id), a.m.PeerOf(x.side, x.id))
+		return fmt.Sprintf("%+v, %d actions, %d reports, %q %s with %s", sizes, a.queued(), a.reported,
+			x.id, a.m.StateOf(x.side, x.id), a.m.PeerOf(x.side, x.id))
 	}
 	before := stand()
 	return func() {

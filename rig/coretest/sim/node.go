@@ -11,12 +11,12 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// node is what package node does around a machine: one goroutine performs the actions in
-// order (run.go), a table holds the peers (peers.go), a queue for each peer holds what is
+// node is what package node does around a machine: one goroutine performs the actions of core.OfMemory in
+// order, another one the rest (run.go), a table holds the peers (peers.go), a queue for each peer holds what is
 // to be said to it (peerqueue.go, say.go), and serve.go answers requests.
 type node struct {
-	queue      []core.Action
-	working    bool
+	memory     todo // actions of core.OfMemory
+	control    todo // the others
 	peers      map[core.AgentID]*peer
 	byTarget   map[core.Target]core.AgentID
 	byEngine   map[core.Target][]core.FoundPart
@@ -52,17 +52,6 @@ func (n *node) init() {
 	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
 	n.anew = map[string]bool{}
-}
-
-// work performs the first action of the queue.
-func (a *agent) work() {
-	act := a.queue[0]
-	a.perform(act)
-	if a.queue = a.queue[1:]; len(a.queue) > 0 {
-		a.after(a.w.delay()/16, a.work)
-		return
-	}
-	a.working = false
 }
 
 func (a *agent) perform(act core.Action) {

@@ -12,8 +12,8 @@ func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
 		feed()
 		return
 	}
-	n, sizes := len(a.queue), a.m.Sizes()
-	if feed(); len(a.queue) > n || a.m.Sizes() != sizes {
+	n, sizes := a.queued(), a.m.Sizes()
+	if feed(); a.queued() > n || a.m.Sizes() != sizes {
 		a.w.fault(id, "%s: an answer to load %d of %q, which load %d has replaced, counts", a.id, seq, id, a.asked[id])
 	}
 }
@@ -21,10 +21,11 @@ func (a *agent) checkStale(id core.TransferID, seq uint64, feed func()) {
 // checkAnew: D hears by a message and by the answer to a renewal, each perhaps twice, that
 // P has withdrawn what it sent for a load. D begins anew once.
 func (a *agent) checkAnew(v core.SendRenew, answers []core.Answer) (after func()) {
-	n := len(a.queue)
+	n := len(a.memory.list)
 	return func() {
 		for i, id := range v.Loads {
-			if i >= len(answers) || answers[i].Status != core.StatusRestart || !slices.Contains(a.queue[n:], core.Action(core.Revoke{ID: id})) {
+			if i >= len(answers) || answers[i].Status != core.StatusRestart ||
+				!slices.Contains(a.memory.list[n:], core.Action(core.Revoke{ID: id})) {
 				continue
 			}
 			if which := answers[i].Reason; a.anew[which] {
@@ -42,11 +43,11 @@ func (a *agent) checkTold(r core.Resolve, found map[core.TransferID]core.AgentID
 	if a.dropped[r.ID] != r.Seq {
 		return func() {}
 	}
-	n := len(a.queue)
+	n := len(a.control.list)
 	return func() {
 		a.w.faults["abort-found"]++
 		for id, peer := range found {
-			if !slices.ContainsFunc(a.queue[n:], func(act core.Action) bool {
+			if !slices.ContainsFunc(a.control.list[n:], func(act core.Action) bool {
 				v, ok := act.(core.SendFinish)
 				return ok && v.ID == id && v.Peer == peer
 			}) {

@@ -29,7 +29,6 @@ import "C"
 
 import (
 	"os"
-	"runtime"
 	"slices"
 	"sync"
 	"unsafe"
@@ -187,61 +186,6 @@ func (e *Engine) Alloc(bytes int) uintptr {
 	return p
 }
 
-// grain is the size of a mapping.
-const grain = 2 << 20
-
-// Mapping is device memory that was mapped by handles, as engines that sleep have it: many
-// mappings side by side.
-type Mapping struct {
-	e       *Engine
-	At      uintptr
-	handles []uintptr // of the mappings; 0: it is not mapped
-}
-
-// Map gives mapped memory until the test ends.
-func (e *Engine) Map(bytes int) *Mapping {
-	e.tb.Helper()
-	n := (bytes + grain - 1) / grain
-	m := &Mapping{e: e, At: e.Out("cuMemAddressReserve", uintptr(n*grain), 0, 0, 0), handles: make([]uintptr, n)}
-	e.tb.Cleanup(func() {
-		m.Sleep()
-		e.Call("cuMemAddressFree", m.At, uintptr(n*grain))
-	})
-	m.Wake()
-	return m
-}
-
-// Wake maps new memory at the same addresses.
-func (m *Mapping) Wake() {
-	m.e.tb.Helper()
-	var properties [32]byte // CUmemAllocationProp: pinned, a file descriptor, on the device, for RDMA where it can be
-	properties[0], properties[4], properties[8], properties[12], properties[25] = 1, 1, 1, byte(m.e.Device), byte(m.e.Attribute(rdmaOfMapped))
-	var access [12]byte // CUmemAccessDesc: the device reads and writes
-	access[0], access[4], access[8] = 1, byte(m.e.Device), 3
-	var pinned runtime.Pinner
-	pinned.Pin(&properties)
-	pinned.Pin(&access)
-	defer pinned.Unpin()
-	for i := range m.handles {
-		at := m.At + uintptr(i*grain)
-		m.handles[i] = m.e.Out("cuMemCreate", grain, uintptr(unsafe.Pointer(&properties)), 0)
-		m.e.Must("cuMemMap", at, grain, 0, m.handles[i], 0)
-		m.e.Must("cuMemSetAccess", at, grain, uintptr(unsafe.Pointer(&access)), 1)
-	}
-}
-
-// Sleep gives the memory back; the addresses stay.
-func (m *Mapping) Sleep() {
-	m.e.tb.Helper()
-	for i, h := range m.handles {
-		if h != 0 {
-			m.e.Must("cuMemUnmap", m.At+uintptr(i*grain), grain)
-			m.e.Must("cuMemRelease", h)
-			m.handles[i] = 0
-		}
-	}
-}
-
 // Stream gives a non-blocking stream until the test ends.
 func (e *Engine) Stream() uintptr {
 	e.tb.Helper()
@@ -345,6 +289,17 @@ func (e *Engine) Fail(function string, nth, code int) {
 	defer C.free(unsafe.Pointer(c))
 	e.must("kvgpu_fail", e.Bare("kvgpu_fail", uintptr(unsafe.Pointer(c)), uintptr(nth), uintptr(code)))
 }
+
+// Block has no call of a function return, of any engine, until Unblock.
+func (e *Engine) Block(function string) {
+	e.tb.Helper()
+	c := C.CString(function)
+	defer C.free(unsafe.Pointer(c))
+	e.Bare("kvgpu_block", uintptr(unsafe.Pointer(c)))
+}
+
+// Unblock ends Block.
+func (e *Engine) Unblock() { e.Bare("kvgpu_block", 0) }
 
 // Halt lets the device do nothing, until it is false.
 func (e *Engine) Halt(on bool) {

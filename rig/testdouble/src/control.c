@@ -39,6 +39,7 @@ static uint64_t count(const char *what) {
   if (!strcmp(what, "captures")) return open_captures();
   if (!strcmp(what, "queued")) return queued_operations();
   if (!strcmp(what, "stuck")) return stuck_operations();
+  if (!strcmp(what, "blocked")) return blocked_calls();
   if (!strcmp(what, "violations")) return violations;
   return calls_of(strcmp(what, "calls") ? what : NULL);
 }

@@ -58,6 +58,7 @@ extern __thread bool in_host_function;
 bool is_initialized(void);
 void set_initialized(void);
 uint64_t calls_of(const char *name); /* all, when the name is NULL; UINT64_MAX if never called */
+uint64_t blocked_calls(void);
 
 /* ---- chance.c */
 uint64_t mix(uint64_t x);

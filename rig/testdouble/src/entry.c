@@ -76,6 +76,20 @@ __attribute__((constructor)) static void read_faults(void) {
   if (p && *p) violation("KVGPU_FAIL: \"%s\" is not FUNCTION:NTH:CODE", p);
 }
 
+static char *blocked; /* the function whose calls wait */
+static unsigned waiting;
+static pthread_cond_t unblocked = PTHREAD_COND_INITIALIZER;
+
+EXPORT void kvgpu_block(const char *function) {
+  pthread_mutex_lock(&world);
+  free(blocked);
+  blocked = function ? strdup(function) : NULL;
+  pthread_cond_broadcast(&unblocked);
+  pthread_mutex_unlock(&world);
+}
+
+uint64_t blocked_calls(void) { return waiting; }
+
 static CUresult check(struct site *site, unsigned rules, CUcontext *ctx) {
   if (!site->listed) {
     site->listed = true;
@@ -99,6 +113,9 @@ static CUresult check(struct site *site, unsigned rules, CUcontext *ctx) {
 
 CUresult enter(struct site *site, unsigned rules, CUcontext *ctx) {
   pthread_mutex_lock(&world);
+  waiting++;
+  while (blocked && !gone && !strcmp(site->name, blocked)) pthread_cond_wait(&unblocked, &world);
+  waiting--;
   CUresult refused = check(site, rules, ctx);
   if (refused) pthread_mutex_unlock(&world);
   return refused;
@@ -122,6 +139,9 @@ uint64_t calls_of(const char *name) {
 __attribute__((destructor)) static void unload(void) {
   pthread_mutex_lock(&world);
   gone = true;
+  free(blocked);
+  blocked = NULL;
+  pthread_cond_broadcast(&unblocked);
   pthread_mutex_unlock(&world);
   stop_streams();
   while (faults) {

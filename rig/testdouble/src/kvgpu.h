@@ -66,6 +66,9 @@ void kvgpu_stick(int device, int code);
 void kvgpu_halt(int device, int on);
 /* The nth operation of a device's streams from now on fails with this code, which then sticks: as a kernel's illegal address does. */
 int kvgpu_fail_operation(int device, uint64_t nth, int code);
+/* Calls of a function do not return, and hold up no other call, until this is asked of another function or of NULL. So a driver does
+ * in which an engine's call holds a lock. */
+void kvgpu_block(const char *function);
 /* Overrides a device attribute (CU_DEVICE_ATTRIBUTE_...). */
 int kvgpu_attribute(int device, int attribute, int value);
 /* Writes into exported memory arrive for kernels and copies only after a flush. Set it before the export. */
@@ -77,7 +80,7 @@ void *kvgpu_map_dmabuf(int fd, size_t *size);
 /* ---- what there is: "streams", "events", "allocations", "pinned", "contexts", "handles", "mapped" and "reserved" (of cuMemMap and
  * cuMemAddressReserve), "ipc" (opened allocations of other processes), "captures", "violations",
  * "queued" (operations that have not ended), "stuck" (those of them on a device that is halted),
- * "dmabufs" (descriptors that are open),
+ * "dmabufs" (descriptors that are open), "blocked" (calls that wait, by kvgpu_block),
  * "calls" or the name of a function, for how often it was called. UINT64_MAX for any other word. */
 uint64_t kvgpu_count(const char *what);
 /* Looks at the bytes behind each allocation now; damaged ones are violations. Returns the number of violations so far. */

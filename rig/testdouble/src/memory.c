@@ -20,12 +20,15 @@ static struct retired *retired;
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-static struct mem *found_last; /* a batch asks for the same few over and over */
+/* What was found last, by grains: a batch asks for the same few over and over, a look at a cache for thousands in their order. */
+enum { FOUND = 4096 };
+static struct mem *found[FOUND];
 
 struct mem *find_memory(CUdeviceptr p) {
-  if (found_last && p >= found_last->at && p < found_last->at + found_last->len) return found_last;
+  struct mem **last = &found[p / GRAIN % FOUND];
+  if (*last && p >= (*last)->at && p < (*last)->at + (*last)->len) return *last;
   for (struct mem *m = memories; m; m = m->next) {
-    if (p >= m->at && p < m->at + m->len) return found_last = m;
+    if (p >= m->at && p < m->at + m->len) return *last = m;
   }
   return NULL;
 }
@@ -119,7 +122,7 @@ void await_memory(struct mem *m) {
 
 void drop_memory(struct mem *m) {
   check_canary(m);
-  found_last = NULL;
+  memset(found, 0, sizeof found);
   for (struct mem **p = &memories; *p; p = &(*p)->next) {
     if (*p != m) continue;
     *p = m->next;

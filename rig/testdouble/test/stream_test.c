@@ -240,8 +240,34 @@ static void fail_late(struct pair *x) {
   OK(cuStreamCreate(&x->ours, CU_STREAM_NON_BLOCKING));
 }
 
+struct recorder {
+  CUcontext ctx;
+  struct pair *x;
+};
+
+static void *record(void *of) {
+  struct recorder *r = of;
+  OK(cuCtxSetCurrent(r->ctx));
+  OK(cuEventRecord(r->x->e, r->x->ours));
+  return NULL;
+}
+
+static void test_blocked(struct pair *x) {
+  pthread_t other;
+  struct recorder r = {.x = x};
+  OK(cuCtxGetCurrent(&r.ctx));
+  kvgpu_block("cuEventRecord");
+  EXPECT(!pthread_create(&other, NULL, record, &r));
+  while (!kvgpu_count("blocked")) sched_yield();
+  OK(cuStreamSynchronize(x->ours)); /* others go on */
+  EXPECT(kvgpu_count("blocked") == 1);
+  kvgpu_block(NULL);
+  EXPECT(!pthread_join(other, NULL) && !kvgpu_count("blocked"));
+}
+
 void test_faults(void) {
   struct pair x = make_pair();
+  test_blocked(&x);
   OK(kvgpu_fail("cuEventRecord", 2, CUDA_ERROR_LAUNCH_FAILED));
   OK(cuEventRecord(x.e, x.ours));
   FAILS(CUDA_ERROR_LAUNCH_FAILED, cuEventRecord(x.e, x.ours));

@@ -1,0 +1,118 @@
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/safe"
+)
+
+// Closing begins the time that Close has, once; Close does so too. Whoever closes a transport
+// first calls it before: a copy that has not ended in half of that time never will, as it seems,
+// and the transport waits for it no longer.
+func (d *Device) Closing() {
+	d.closing.Do(func() {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.until = time.Now().Add(d.o.CloseTimeout)
+		d.hurry = time.AfterFunc(d.o.CloseTimeout/2, func() {
+			defer safe.Recover("cuda closing")
+			if n := d.busy(); n > 0 {
+				d.stall(fmt.Errorf("%d copies have not ended within %s of a close", n, d.o.CloseTimeout/2))
+			}
+		})
+	})
+}
+
+// busy is how many copies the driver has.
+func (d *Device) busy() (n int) {
+	for _, q := range d.made() {
+		q.mu.Lock()
+		n += q.copies + len(q.lost)
+		q.mu.Unlock()
+	}
+	return n
+}
+
+// Close ends all copies and awaited moments, and waits, at most CloseTimeout from Closing on,
+// until none is under way, all calls of the driver have returned and all slots were released. Then it gives
+// back all that the device has. If something does not end, the error says so and nothing is given back: the
+// driver may still use it.
+func (d *Device) Close() error {
+	d.Closing()
+	if d.shut() {
+		return nil
+	}
+	defer d.hurry.Stop()
+	// The transports may have used all the time, though no copy is under way.
+	deadline := time.NewTimer(max(time.Until(d.until), min(d.o.CloseTimeout/4, 250*time.Millisecond)))
+	defer deadline.Stop()
+	ended := make(chan struct{})
+	safe.Go("cuda close", func() {
+		d.end()
+		<-d.left // a call may have made queues
+		d.prepare.Do(func() { d.prepareErr = d.over() })
+		d.preparePeer.Do(func() { d.preparePeerErr = d.over() })
+		d.end()
+		d.wg.Wait()
+		<-d.ring.empty()
+		close(ended)
+	})
+	select {
+	case <-ended:
+	case <-deadline.C:
+		safe.Go("cuda close", func() { // a queue's lock is held while the driver is called
+			if n := d.busy(); n > 0 { // what began after Closing looked: a Fence would wait for it for ever
+				d.stall(fmt.Errorf("%d copies have not ended at the end of a close", n))
+			}
+		})
+		what := "a copy, a wait in the driver or a slot has not ended"
+		if !d.hasLeft() {
+			what = "a call of the driver has not returned"
+		}
+		return fmt.Errorf("closing CUDA device %d: after %s %s; its pinned memory stays", d.info.Ordinal, d.o.CloseTimeout, what)
+	}
+	if n := d.busy(); n > 0 { // without a slot: of a peer's memory
+		return fmt.Errorf("closing CUDA device %d: nobody knows whether %d copies have ended; what they may use stays", d.info.Ordinal, n)
+	}
+	for _, q := range d.made() {
+		q.drv.Close()
+	}
+	err := d.closePeers()
+	if d.memory != nil {
+		err = errors.Join(err, d.drv.FreeRing(d.memory))
+	}
+	_, closeErr := d.drv.Close()
+	if d.Err() != nil {
+		return nil // the calls fail as all do, and the context's end gives all back
+	}
+	return errors.Join(err, closeErr)
+}
+
+// end ends all that waits, since the device is closed.
+func (d *Device) end() {
+	d.endAll(fmt.Errorf("CUDA device %d: %w", d.info.Ordinal, ErrClosed))
+	for _, q := range d.made() {
+		q.stop()
+	}
+}
+
+// shut has no short call begin any more, and says whether that was so before.
+func (d *Device) shut() (before bool) {
+	d.entered.Lock()
+	defer d.entered.Unlock()
+	if before = d.closed.Swap(true); !before && d.calls == 0 {
+		close(d.left)
+	}
+	return before
+}
+
+func (d *Device) hasLeft() bool {
+	select {
+	case <-d.left:
+		return true
+	default:
+		return false
+	}
+}
