@@ -1,4 +1,6 @@
-"""What llm-d's sidecar asks of prefill and decode servers, replayed: no registry has it as a package.
+"""What llm-d's sidecar asks of prefill and decode servers, replayed.
+
+It comes as a container image and as Go source, neither of which these checks can download.
 
     python e2e/llmd_sidecar.py --port PORT --decode URL --kv-connector nixlv2|mooncake|sglang [--bootstrap-port PORT]
 
@@ -9,13 +11,13 @@ Read in llm-d/llm-d-router v0.10.0 (commit 71f4f0999f95), pkg/sidecar/proxy. No 
 - connector_nixlv2.go:54-430: prefill first, with NIXL's parameters and all three limits at 1 (proxy.go:143). An error of prefill's is the
   client's answer. The answer's kv_transfer_params go to decode, or null where there are none. Both get a further X-Request-Id behind the
   client's own (:99, :305).
-- connector_mooncake.go:40-248: both at once. /query is asked once for a prefill server, until the sidecar ends. Prefill's answer is thrown
-  away.
+- connector_mooncake.go:40-248: both at once. /query is asked once for a prefill server, until the sidecar ends, or until 1024 others were
+  asked since (an LRU, which is no LRU here). Prefill's answer is thrown away.
 - connector_sglang.go:53-217: both at once, with a room that is the time in nanoseconds and up to 999 more.
 - A body goes through Go's map[string]any: its numbers are float64 on the way, and its members come in the order of their names.
 
-Left out: its change of an answer's cached_tokens, its retries (none by default, and on the same server), TLS, chunked decode, data parallel
-ports, encoders, P2P pulls and MoRI-IO. They are of other connectors, or change nothing that a connector sees.
+Left out: /v1/messages, /v1/responses and /inference/v1/generate, its change of an answer's cached_tokens, its retries (none by default, and
+on the same server), TLS, chunked decode, data parallel ports, encoders, P2P pulls and MoRI-IO. They are of other connectors, or change nothing that a connector sees.
 """
 
 from __future__ import annotations

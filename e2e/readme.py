@@ -49,6 +49,16 @@ def between_its_blocks(page: str, heading: str, environment: str, ports: Sequenc
         child.wait(60)
 
 
+@contextlib.contextmanager
+def with_logs() -> Iterator[None]:
+    """What fails here has the ends of the pages' servers' logs beside it."""
+    try:
+        yield
+    except BaseException:
+        print(_ends())
+        raise
+
+
 def _command(page: str, heading: str, *more: str) -> list[str]:
     return [sys.executable, "scripts/run-page.py", page, heading, "--within", str(BOUND_S), *more]
 

@@ -90,9 +90,11 @@ func TestBootstrapURL(t *testing.T) {
 	leaktest.Check(t)
 	for in, want := range map[Prefill]string{
 		{"http://p1:8010", 9000}:            "http://p1:9000",
+		{"http://P1:8010", 9000}:            "http://p1:9000",
 		{"https://p1", 0}:                   "http://p1:8998",
 		{"http://[fe80::1]:8010", 0}:        "http://[fe80::1]:8998",
 		{"http://[fe80::1%25eth0]:8010", 0}: "http://[fe80::1%25eth0]:8998",
+		{"http://[FE80::1%25Eth0]:8010", 0}: "http://[fe80::1%25Eth0]:8998", // an interface's name has a case
 	} {
 		base, err := baseURL(in.URL)
 		if err != nil {

@@ -24,6 +24,7 @@ type server struct {
 	bootstrap     string  // where a prefill server is asked for its ranks, if it can be asked
 	bootstrapPort int     // as configured
 	other         *server // the same server, where it is given in the other role too
+	told          *told   // of its role, also where it is given in both roles; nil by contracts without such changes
 
 	mu      sync.Mutex
 	seen    bool // has been up once, in this role
@@ -116,6 +117,7 @@ var errTurned = errors.New("the server has another role by now")
 
 // mayTurn is for servers whose roles may change.
 func (b *balancer) mayTurn() {
+	tell := map[string]*told{}
 	for _, s := range b.servers() {
 		s.beginTerm()
 		for _, o := range b.servers() {
@@ -123,6 +125,11 @@ func (b *balancer) mayTurn() {
 				s.other = o
 			}
 		}
+		url := s.base.String()
+		if tell[url] == nil {
+			tell[url] = new(told)
+		}
+		s.told = tell[url]
 	}
 }
 
@@ -144,16 +151,13 @@ func (s *server) setTurned(reason string) (wasUp bool) {
 	return wasUp
 }
 
-// elsewhere reports whether the server is up in its other role.
-func (s *server) elsewhere() bool {
+// elsewhere reports whether the server has its other role, or had it last, and counts there.
+func (s *server) elsewhere() bool { return s.other != nil && s.isTurned() && !s.other.isTurned() }
+
+func (s *server) isTurned() bool {
 	s.mu.Lock()
-	turned := s.turned
-	s.mu.Unlock()
-	if !turned || s.other == nil {
-		return false
-	}
-	_, up, _, _ := s.other.state()
-	return up
+	defer s.mu.Unlock()
+	return s.turned
 }
 
 // untilTurned is a context that ends with another one, and when the target's server turns, unless stop was called by then.

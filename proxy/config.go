@@ -186,7 +186,7 @@ func onlyOnce(given map[string]bool, role string, base *url.URL) error {
 }
 
 // baseURL parses a server's URL. The result has no slash at its end, so that
-// paths can be appended.
+// paths can be appended, and one spelling of its host, so that two of them can be compared.
 func baseURL(s string) (*url.URL, error) {
 	const remedy = "write it as http://host:port"
 	u, err := url.Parse(s)
@@ -204,6 +204,11 @@ func baseURL(s string) (*url.URL, error) {
 	if u.User != nil || u.RawQuery != "" || u.Fragment != "" {
 		return nil, fmt.Errorf("bad URL %q: it must not have a user, query or fragment: %s", s, remedy)
 	}
+	name, zone := u.Host, ""
+	if i := strings.IndexByte(name, '%'); i >= 0 { // an interface, whose name has a case
+		name, zone = name[:i], name[i:]
+	}
+	u.Host = strings.ToLower(name) + zone
 	u.Path = strings.TrimRight(u.Path, "/")
 	u.RawPath = ""
 	return u, nil

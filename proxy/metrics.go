@@ -61,7 +61,9 @@ func newMetrics(p *Proxy) *metrics {
 type serverCollector struct{ b *balancer }
 
 var (
-	upDesc   = prometheus.NewDesc("kvconn_proxy_server_up", "1 while the server's probes succeed. A server that is given in both roles is there in the role that it has.", []string{"role", "url"}, nil)
+	upDesc = prometheus.NewDesc("kvconn_proxy_server_up",
+		"1 while the server's probes succeed. A server that is given in both roles is there in the role that it has, or had last.",
+		[]string{"role", "url"}, nil)
 	rankDesc = prometheus.NewDesc("kvconn_proxy_server_ranks", "Data parallel ranks known of the server.", []string{"role", "url"}, nil)
 	loadDesc = prometheus.NewDesc("kvconn_proxy_server_load", "The server's load as least-loaded counts it: requests under way at a decode server, and at a prefill server each with 1 more for each KiB.", []string{"role", "url"}, nil)
 )

@@ -20,6 +20,9 @@ type serverInfo struct {
 // maxDPSize bounds what a server says of its dp ranks.
 const maxDPSize = 65536
 
+// maxInfo bounds what is read of a server's word on its model and its role.
+const maxInfo = 1 << 20
+
 // otherRole is why a server is not used in the role in which it is given.
 type otherRole struct{ has, given string }
 
@@ -31,23 +34,30 @@ func (e *otherRole) Error() string {
 // computes a token for /health, and a busy one answers with its next token, which a long
 // prompt holds up. So /health is asked only until the server is up. From then on it is
 // enough that the server answers.
-func (p *Proxy) probeSGLang(ctx context.Context, s *server) ([]rank, error) {
-	role, err := p.roleOf(ctx, s)
-	if err != nil {
-		return nil, err
+func (p *Proxy) probeSGLang(ctx context.Context, s *server) (ranks []rank, role string, err error) {
+	question := s.told.ask()
+	if role, err = p.roleOf(ctx, s); err != nil {
+		return nil, "", err
 	}
+	s.told.hear(question, role)
 	switch {
 	case role != "" && role != s.role:
-		return nil, &otherRole{role, s.role}
+		return nil, role, &otherRole{role, s.role}
 	case role == "" && s.other != nil:
-		return nil, fmt.Errorf("GET %s does not tell its role, and it is given as a prefill and as a decode server", s.path("/model_info"))
+		return nil, "", fmt.Errorf("GET %s does not tell its role, and it is given as a prefill and as a decode server", s.path("/model_info"))
 	}
 	if _, up, _, ranks := s.state(); up {
-		return ranks, nil
+		return ranks, role, nil
 	}
 	if _, err := p.fetch(ctx, p.client, s.path("/health")); err != nil {
-		return nil, err
+		return nil, "", err
 	}
+	ranks, err = p.ranksOf(ctx, s, role)
+	return ranks, role, err
+}
+
+// ranksOf asks a server for its bootstrap port and its ranks, and for the role that it began with if it does not tell the one that it has.
+func (p *Proxy) ranksOf(ctx context.Context, s *server, role string) ([]rank, error) {
 	var info serverInfo
 	for _, path := range []string{"/server_info", "/get_server_info"} { // the second is its former name
 		body, err := p.fetch(ctx, p.client, s.path(path))
@@ -92,7 +102,7 @@ func (p *Proxy) roleOf(ctx context.Context, s *server) (string, error) {
 		return "", err
 	}
 	defer resp.Body.Close()
-	body, err := io.ReadAll(io.LimitReader(resp.Body, maxQuery))
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxInfo))
 	switch {
 	case resp.StatusCode >= 500:
 		return "", fmt.Errorf("GET %s answered %s", req.URL, resp.Status)

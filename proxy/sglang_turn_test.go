@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -8,6 +9,11 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -17,6 +23,20 @@ type turning struct {
 	*engine
 	role atomic.Pointer[string]
 	port string // of its bootstrap
+	// asked counts the questions for its role.
+	asked atomic.Int32
+	// held, if set, has /health wait.
+	held atomic.Pointer[holding]
+}
+
+// holding is a question that waits for its answer: it has come, it may go on.
+type holding struct{ come, on chan struct{} }
+
+// hold has the next /health wait.
+func (e *turning) hold() *holding {
+	h := &holding{make(chan struct{}), make(chan struct{})}
+	e.held.Store(h)
+	return h
 }
 
 // newTurning says its role at /model_info, and goes on to say the first one at /server_info, as SGLang does.
@@ -27,9 +47,19 @@ func newTurning(t *testing.T, role string, port int, answer http.HandlerFunc) *t
 	e.role.Store(&role)
 	rest := e.Config.Handler
 	e.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/model_info" {
+			e.asked.Add(1)
+		}
 		if r.URL.Path == "/model_info" && e.ready.Load() {
 			_, _ = io.WriteString(w, fmt.Sprintf(`{"model_path":"m","disaggregation_mode":%q}`, *e.role.Load()))
 			return
+		}
+		if h := e.held.Load(); h != nil && r.URL.Path == "/health" && e.held.CompareAndSwap(h, nil) {
+			close(h.come)
+			select {
+			case <-h.on:
+			case <-r.Context().Done():
+			}
 		}
 		rest.ServeHTTP(w, r)
 	})
@@ -41,7 +71,11 @@ func (e *turning) turn(role string) { e.role.Store(&role) }
 // inBoth is a router that has been given each server in both roles.
 func inBoth(t *testing.T, servers ...*turning) router {
 	t.Helper()
-	cfg := Config{Contract: SGLang, Retries: 2}
+	return inBothBy(t, Config{Contract: SGLang, Retries: 2}, servers...)
+}
+
+func inBothBy(t *testing.T, cfg Config, servers ...*turning) router {
+	t.Helper()
 	for _, e := range servers {
 		cfg.Prefill = append(cfg.Prefill, Prefill{URL: e.URL})
 		cfg.Decode = append(cfg.Decode, e.URL)
@@ -84,6 +118,16 @@ func (r router) prefilledBy(t *testing.T, a, b *turning) *turning {
 		return a
 	}
 	return b
+}
+
+// as is a server where it is given in a role.
+func (r router) as(role string, e *turning) *server {
+	for _, s := range r.balancer.servers() {
+		if s.role == role && s.url == e.URL {
+			return s
+		}
+	}
+	return nil
 }
 
 // Two servers change their roles, and change them back.
@@ -195,4 +239,159 @@ func TestSGLangRoleIsNotTold(t *testing.T) {
 		code, body := r.get(t, "/health")
 		return code == 503 && strings.Count(body, a.URL+"/model_info does not tell its role") == 2
 	})
+}
+
+// A probe that has heard a role before the server told another one says nothing any more. Here it is of the server in its other role,
+// and would end the request that the server has by now.
+func TestSGLangProbeIsOvertaken(t *testing.T) {
+	leaktest.Check(t)
+	answer := make(chan struct{})
+	waits := func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case <-answer:
+			ok(w, r)
+		case <-r.Context().Done():
+		}
+	}
+	a, b := newTurning(t, prefillRole, 9001, waits), newTurning(t, decodeRole, 9002, waits)
+	r := inBothBy(t, Config{Contract: SGLang, RefreshInterval: time.Hour}, a, b) // the test itself has them asked
+	r.roles(t, map[*turning]string{a: prefillRole, b: decodeRole})
+	h, asked := a.hold(), make(chan error, 1)
+	a.turn(decodeRole)
+	go func() { asked <- r.ask(t.Context(), r.as(decodeRole, a)) }()
+	recv(t, h.come, "question for its health")
+	a.turn(prefillRole)
+	if err := r.ask(t.Context(), r.as(prefillRole, a)); err != nil {
+		t.Fatal(err)
+	}
+	got := make(chan string, 1)
+	go func() {
+		resp, err := r.send(t.Context(), `{"prompt":"a"}`)
+		if err != nil {
+			got <- err.Error()
+			return
+		}
+		defer resp.Body.Close()
+		got <- resp.Status
+	}()
+	a.next(t)
+	b.next(t)
+	close(h.on)
+	if err := recv(t, asked, "an end of the probe"); !errors.Is(err, errOvertaken) {
+		t.Errorf("the probe ends with %v", err)
+	}
+	r.roles(t, map[*turning]string{a: prefillRole, b: decodeRole})
+	close(answer)
+	if status := recv(t, got, "an answer"); status != "200 OK" {
+		t.Error(status)
+	}
+}
+
+// A server that is given in one role is asked twice at once: by its probe, and for a request.
+func TestSGLangProbeIsOvertakenByARequest(t *testing.T) {
+	leaktest.Check(t)
+	a, b := newTurning(t, prefillRole, 9001, ok), newTurning(t, decodeRole, 9002, ok)
+	r := newRouter(t, Config{Contract: SGLang, RefreshInterval: time.Hour, Prefill: []Prefill{{URL: a.URL}}, Decode: []string{b.URL}})
+	r.waitAllUp(t)
+	s := r.as(prefillRole, a)
+	r.noteDown(s, errors.New("connection reset"))
+	h, asked := a.hold(), make(chan error, 1)
+	go func() { asked <- r.ask(t.Context(), s) }()
+	recv(t, h.come, "question for its health")
+	a.turn(decodeRole)
+	if resp, body := r.post(t, `{"prompt":"a"}`); resp.StatusCode != 503 || !strings.Contains(body, "its disaggregation_mode is decode") {
+		t.Errorf("%s %s", resp.Status, body)
+	}
+	close(h.on)
+	if err := recv(t, asked, "an end of the probe"); !errors.Is(err, errOvertaken) {
+		t.Errorf("the probe ends with %v", err)
+	}
+	if _, up, reason, _ := s.state(); up {
+		t.Errorf("it is up as a prefill server (%s)", reason)
+	}
+	if len(a.calls)+len(b.calls) != 0 {
+		t.Error("an engine was asked")
+	}
+}
+
+// A request has a server asked that counts as down. If that server has the other role by now, the request does not go there.
+func TestSGLangTurnedWhileDown(t *testing.T) {
+	leaktest.Check(t)
+	a, b := newTurning(t, prefillRole, 9001, ok), newTurning(t, decodeRole, 9002, ok)
+	spare := newTurning(t, prefillRole, 9003, ok)
+	for _, prefills := range [][]*turning{{a}, {a, spare}} {
+		a.turn(prefillRole)
+		cfg := Config{Contract: SGLang, RefreshInterval: time.Hour, Decode: []string{b.URL}}
+		for _, e := range prefills {
+			cfg.Prefill = append(cfg.Prefill, Prefill{URL: e.URL})
+		}
+		r := newRouter(t, cfg)
+		r.waitAllUp(t)
+		for _, e := range prefills {
+			r.noteDown(r.as(prefillRole, e), errors.New("connection reset"))
+		}
+		a.turn(decodeRole)
+		resp, body := r.post(t, `{"prompt":"a"}`)
+		if want := map[int]int{1: 503, 2: 200}[len(prefills)]; resp.StatusCode != want {
+			t.Errorf("%d prefill servers: %s %s", len(prefills), resp.Status, body)
+		}
+	}
+	if len(a.calls) != 0 {
+		t.Errorf("the server that has turned got %d requests", len(a.calls))
+	}
+}
+
+// A server that is given in both roles and has died is one row, and one reason.
+func TestSGLangDeadServerIsOneRow(t *testing.T) {
+	leaktest.Check(t)
+	a, b := newTurning(t, prefillRole, 9001, ok), newTurning(t, decodeRole, 9002, ok)
+	r := inBoth(t, a, b)
+	r.roles(t, map[*turning]string{a: prefillRole, b: decodeRole})
+	a.ready.Store(false)
+	dead := fmt.Sprintf("kvconn_proxy_server_up{role=%q,url=%q} 0\n", prefillRole, a.URL)
+	eventually(t, "it is down in its last role", func() bool {
+		_, text := r.get(t, "/metrics")
+		return strings.Contains(text, dead)
+	})
+	if _, text := r.get(t, "/metrics"); strings.Count(text, "\nkvconn_proxy_server_up{") != 2 {
+		t.Error("the dead server has two rows")
+	}
+	if got := r.balancer.missing(); len(got) != 1 || !strings.HasPrefix(got[0], "prefill server "+a.URL) {
+		t.Errorf("missing: %q", got)
+	}
+}
+
+// A server that has the other role than the given one is asked as often as one that is up. Another one, which is down, is asked often.
+func TestSGLangOtherRoleIsNoFailure(t *testing.T) {
+	leaktest.Check(t)
+	a, b, down := newTurning(t, prefillRole, 9001, ok), newTurning(t, decodeRole, 9002, ok), newTurning(t, decodeRole, 9003, ok)
+	down.ready.Store(false)
+	newRouter(t, Config{Contract: SGLang, RefreshInterval: time.Hour, Prefill: []Prefill{{URL: a.URL}}, Decode: []string{a.URL, b.URL, down.URL}})
+	eventually(t, "the one that is down is asked", func() bool { return down.asked.Load() > 100 })
+	// On a starved machine a probe may fail, and is repeated.
+	if n := a.asked.Load(); n < 2 || n > 20 {
+		t.Errorf("the server in its two roles was asked %d times", n)
+	}
+}
+
+// A server that turns is lost only if it is given in one role.
+func TestSGLangTurnIsLogged(t *testing.T) {
+	leaktest.Check(t)
+	for _, lost := range []bool{true, false} {
+		a, b := newTurning(t, prefillRole, 9001, ok), newTurning(t, decodeRole, 9002, ok)
+		core, logged := observer.New(zap.InfoLevel)
+		cfg := Config{Contract: SGLang, Logger: zap.New(core), Prefill: []Prefill{{URL: a.URL}}, Decode: []string{b.URL}}
+		if !lost {
+			cfg.Decode = append(cfg.Decode, a.URL)
+		}
+		r := newRouter(t, cfg)
+		r.waitAllUp(t)
+		a.turn(decodeRole)
+		says := func() []observer.LoggedEntry { return logged.FilterMessage("server has changed its role").All() }
+		eventually(t, "the log says so", func() bool { return len(says()) > 0 })
+		want := map[bool]zapcore.Level{true: zap.WarnLevel, false: zap.InfoLevel}[lost]
+		if got := says()[0].Level; got != want {
+			t.Errorf("lost %v: it is logged as %v, want %v", lost, got, want)
+		}
+	}
 }

@@ -34,48 +34,71 @@ func (p *Proxy) watch(ctx context.Context, s *server) {
 			return
 		case <-timer.C:
 		}
-		ranks, err := p.probe(ctx, s)
+		err := p.ask(ctx, s)
 		if ctx.Err() != nil {
 			return
 		}
 		var other *otherRole
-		if errors.As(err, &other) {
-			if s.setTurned(err.Error()) {
-				p.log.Info("server has changed its role", serverFields(s, err)...)
-			}
+		switch {
+		case err == nil, errors.As(err, &other):
+			timer.Reset(p.cfg.RefreshInterval)
+		case errors.Is(err, errOvertaken):
 			timer.Reset(p.cfg.RetryInterval)
-			continue
-		}
-		if err != nil {
+		default:
 			p.noteDown(s, err)
 			timer.Reset(p.cfg.RetryInterval)
-			continue
 		}
-		if wasUp, changed := s.noteUp(ranks); !wasUp || changed {
-			p.log.Info("server is up", zap.String("role", s.role), zap.String("url", s.url),
-				zap.Int("dp_size", len(ranks)), zap.Bool("was_up", wasUp))
-		}
-		timer.Reset(p.cfg.RefreshInterval)
 	}
 }
 
-// askAgain asks a server between its probes, for a request that waits, and reports whether it is up.
+// askAgain asks a server between its probes, for a request that waits, and reports whether the choice may be another one by now.
 func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
 	ctx, cancel := context.WithTimeout(ctx, p.askTimeout)
 	defer cancel()
-	ranks, err := p.probe(ctx, s)
-	if err == nil {
-		s.noteUp(ranks)
+	err := p.ask(ctx, s)
+	var other *otherRole
+	return err == nil || errors.As(err, &other) || errors.Is(err, errOvertaken)
+}
+
+var errOvertaken = errors.New("the server has told another role since it was asked")
+
+// ask probes a server, and notes that it is up in its role, or has the other one. Any other error is the caller's to note.
+func (p *Proxy) ask(ctx context.Context, s *server) error {
+	ranks, role, err := p.probe(ctx, s)
+	note := func() { p.noteUp(s, ranks) }
+	if other := (*otherRole)(nil); errors.As(err, &other) {
+		note = func() { p.noteTurned(s, err) }
+	} else if err != nil {
+		return err
 	}
-	return err == nil
+	if !s.told.still(role, note) {
+		return errOvertaken
+	}
+	return err
 }
 
 // noteUp has a server chosen again, in no more than one role.
-func (s *server) noteUp(ranks []rank) (wasUp, changed bool) {
-	if wasUp, changed = s.setUp(ranks); !wasUp && s.other != nil {
+func (p *Proxy) noteUp(s *server, ranks []rank) {
+	wasUp, changed := s.setUp(ranks)
+	if !wasUp && s.other != nil {
 		s.other.setTurned("it is up as a " + s.role + " server")
 	}
-	return wasUp, changed
+	if !wasUp || changed {
+		p.log.Info("server is up", zap.String("role", s.role), zap.String("url", s.url),
+			zap.Int("dp_size", len(ranks)), zap.Bool("was_up", wasUp))
+	}
+}
+
+// noteTurned takes a server out of the choice until it has its role again. If it is not given in the other role too, it is lost.
+func (p *Proxy) noteTurned(s *server, err error) {
+	if !s.setTurned(err.Error()) {
+		return
+	}
+	say := p.log.Warn
+	if s.other != nil {
+		say = p.log.Info
+	}
+	say("server has changed its role", serverFields(s, err)...)
 }
 
 // noteDown takes a server out of the choice until its next good probe.
@@ -89,28 +112,27 @@ func serverFields(s *server, err error) []zap.Field {
 	return []zap.Field{zap.String("role", s.role), zap.String("url", s.url), zap.Error(err)}
 }
 
-// probe asks a server whether it is healthy and, if it prefills, for its ranks.
-func (p *Proxy) probe(ctx context.Context, s *server) ([]rank, error) {
+// probe asks a server whether it is healthy and, if it prefills, for its ranks. role is the one that the server told, if it tells any.
+func (p *Proxy) probe(ctx context.Context, s *server) (ranks []rank, role string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	if p.cfg.Contract == SGLang {
 		return p.probeSGLang(ctx, s)
 	}
 	if _, err := p.fetch(ctx, p.client, s.path("/health")); err != nil {
-		return nil, err
+		return nil, "", err
 	}
 	if s.bootstrap == "" {
-		return []rank{{dp: unranked}}, nil
+		return []rank{{dp: unranked}}, "", nil
 	}
 	body, err := p.fetch(ctx, p.bootstraps, s.bootstrap+"/query")
 	if err != nil {
-		return nil, err
+		return nil, "", err
 	}
-	ranks, err := parseQuery(body)
-	if err != nil {
-		return nil, fmt.Errorf("%s/query: %w", s.bootstrap, err)
+	if ranks, err = parseQuery(body); err != nil {
+		return nil, "", fmt.Errorf("%s/query: %w", s.bootstrap, err)
 	}
-	return ranks, nil
+	return ranks, "", nil
 }
 
 // parseQuery reads the answer of GET /query, ordered by dp rank.

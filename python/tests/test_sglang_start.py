@@ -7,6 +7,7 @@ import inspect
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Iterator
 
 import pytest
@@ -352,6 +353,28 @@ def test_count_outlives_a_change_of_role(counts: Any, port: int) -> None:
     with engine(port) as ranks:
         ranks.append(start("prefill", lambda: mha(0, 2), scheduler=counts.queue.scheduler, disaggregation_bootstrap_port=port))
         assert replaced() == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "option", "times"),
+    [
+        ("prefill", {"enable_pd_role_switch": True}, 1),
+        ("prefill", {"enable_pd_role_switch": True, "tp": (1, 2)}, 0),  # the first rank has said it
+        ("prefill", {"enable_pd_role_switch": True, "disable_radix_cache": True}, 0),
+        ("prefill", {"enable_pd_role_switch": True, "disaggregation_decode_enable_radix_cache": True}, 0),
+        ("prefill", {}, 0),
+        ("decode", {"enable_pd_role_switch": True}, 0),
+    ],
+)
+def test_warning_of_pages_that_sglang_loses(
+    role: str, option: dict[str, Any], times: int, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = SimpleNamespace()
+    with engine(port) as ranks:
+        for _ in range(2):  # the second is that of a server that has turned
+            ranks.append(start(role, lambda: mha(0, 2), scheduler=one, disaggregation_bootstrap_port=port, **option))
+            ranks.pop().manager.teardown()
+    assert caplog.text.count("start it with --disable-radix-cache") == times
 
 
 @pytest.mark.parametrize("name", ["update_weights_from_disk", "begin_weight_update"])

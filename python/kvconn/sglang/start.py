@@ -6,12 +6,16 @@ the queue, which the plugin shows to this module just before (plugin.py).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .parallel import leaf, turns
 from .served import common_ground, count_replacements
+
+logger = logging.getLogger("kvconn.sglang")
 
 _queue: Any = None  # the queue that makes its manager now
 
@@ -52,8 +56,25 @@ def take(server_args: Any, extra: Mapping[str, Any]) -> Start:
     # The model's files may be others when the engine goes on in its other role. Its weights are those that it started with.
     if not hasattr(scheduler, "kvconn_common"):
         count_replacements()
+        _warn_of_cache(server_args, queue)
         scheduler.kvconn_common = common_ground(server_args, pool, draft, extra)
     return Start(pool, draft, scheduler.model_config, scheduler.kvconn_common, scheduler)
+
+
+def _warn_of_cache(server_args: Any, queue: Any) -> None:
+    """At the start of a server whose role may change, by its first rank.
+
+    SGLang turns the prefix cache off for a server that starts as decode, but not for one that turns to decode. There it counts a
+    cached beginning of a prompt as protected by the cache (Req.init_next_round_input), also where the request has pages of its
+    own for it, and frees those never.
+    """
+    if not turns(server_args) or queue.tp_rank or queue.pp_rank or leaf("disaggregation_mode", server_args) != "prefill":
+        return
+    if not leaf("disable_radix_cache", server_args, False) and not leaf("disaggregation_decode_enable_radix_cache", server_args, False):
+        logger.warning(
+            "--enable-pd-role-switch: when this server turns to decode, SGLang keeps its prefix cache, loses pages of repeated prompts and "
+            "ends the server with `pool memory leak detected`: start it with --disable-radix-cache"
+        )
 
 
 def check_stages(mine: Iterable[int], plain: bool, layers: int, group: Any) -> None:
