@@ -17,7 +17,8 @@ Read in llm-d/llm-d-router v0.10.0 (commit 71f4f0999f95), pkg/sidecar/proxy. No 
 - A body goes through Go's map[string]any: its numbers are float64 on the way, and its members come in the order of their names.
 
 Left out: /v1/messages, /v1/responses and /inference/v1/generate, its change of an answer's cached_tokens, its retries (none by default, and
-on the same server), TLS, chunked decode, data parallel ports, encoders, P2P pulls and MoRI-IO. They are of other connectors, or change nothing that a connector sees.
+on the same server), TLS, chunked decode, data parallel ports, encoders, P2P pulls and MoRI-IO. They are of other
+connectors, or change nothing that a connector sees.
 """
 
 from __future__ import annotations
