@@ -7,7 +7,7 @@ import (
 )
 
 // TestArrowsPointOneWay: files use each other without a cycle. agent.go puts the parts
-// together, and only the engine's calls stand above it.
+// together, and only the engine's calls stand above it, of which Close has a file of its own.
 func TestArrowsPointOneWay(t *testing.T) {
 	uses, err := arrows.Read(".")
 	if err != nil {
@@ -17,7 +17,7 @@ func TestArrowsPointOneWay(t *testing.T) {
 		t.Errorf("a cycle: %v", cycle)
 	}
 	for file, used := range uses {
-		if used["agent.go"] && file != "calls.go" {
+		if used["agent.go"] && file != "calls.go" && file != "close.go" {
 			t.Errorf("%s knows the agent", file)
 		}
 	}

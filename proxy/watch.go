@@ -81,7 +81,7 @@ func (p *Proxy) ask(ctx context.Context, s *server) error {
 func (p *Proxy) noteUp(s *server, ranks []rank) {
 	wasUp, changed := s.setUp(ranks)
 	if !wasUp && s.other != nil {
-		s.other.setTurned("it is up as a " + s.role + " server")
+		p.noteTurned(s.other, errors.New("it is up as a "+s.role+" server"))
 	}
 	if !wasUp || changed {
 		p.log.Info("server is up", zap.String("role", s.role), zap.String("url", s.url),
