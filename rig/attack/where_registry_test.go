@@ -25,7 +25,7 @@ type longRank struct {
 
 func newLongRank(t *testing.T, p *victim, i, ranks int) *longRank {
 	t.Helper()
-	s, err := newAttacker(t).enter(p.boot, "join", "")
+	s, err := insistent(func() (*session, error) { return newAttacker(t).enter(p.boot, "join", "") })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -81,7 +81,7 @@ func TestRanksThatFillTheRegistry(t *testing.T) {
 	})
 	defer wg.Wait()
 	defer over()
-	reader, err := newAttacker(t).enter(p.boot, "ask", "")
+	reader, err := insistent(func() (*session, error) { return newAttacker(t).enter(p.boot, "ask", "") })
 	if err != nil {
 		t.Fatal(err)
 	}

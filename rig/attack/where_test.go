@@ -180,10 +180,19 @@ func (s *scene) options(role string) natsbus.Options {
 	return o
 }
 
+// insistent tries what fails while this machine is too busy: agents and NATS servers give who enters little time.
+func insistent[T any](try func() (T, error)) (v T, err error) {
+	for deadline := time.Now().Add(bound); ; time.Sleep(10 * time.Millisecond) {
+		if v, err = try(); err == nil || time.Now().After(deadline) {
+			return v, err
+		}
+	}
+}
+
 // open is an agent of the attacker's.
 func (s *scene) open(o natsbus.Options) *rogue {
 	s.Helper()
-	b, err := natsbus.Open(o)
+	b, err := insistent(func() (*natsbus.Bus, error) { return natsbus.Open(o) })
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -201,7 +210,11 @@ func (s *scene) decoder(p *victim) *rogue {
 	r := s.open(s.options("decode"))
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
-	at, via, err := r.Lookup(ctx, core.Target{Bootstrap: p.boot, EngineID: "p0", DPRank: -1})
+	var via core.Via
+	at, err := insistent(func() (at *wire.Agent, err error) {
+		at, via, err = r.Lookup(ctx, core.Target{Bootstrap: p.boot, EngineID: "p0", DPRank: -1})
+		return at, err
+	})
 	if err != nil {
 		s.Fatal(err)
 	}
