@@ -158,9 +158,9 @@ class Agent(DeviceCalls):
 
         When the call returns, nothing reads the blocks any more: the call waits for writes that are
         under way, a second or two at most if a peer takes no bytes, and longer while a GPU's driver
-        does not answer. If the call raises with :attr:`Status.SYSTEM`, the blocks must not be used again. When the engine gives the transfer
-        to :meth:`offer_partial` again, or offers it, decode loads it anew. An unknown id is no
-        error. An id that was offered is an error.
+        does not answer. If the call raises with :attr:`Status.SYSTEM`, the blocks must not be used again.
+        When the engine gives the transfer to :meth:`offer_partial` again, or offers it, decode loads it
+        anew. An unknown id is no error. An id that was offered is an error.
         """
         ids = list(transfer_ids)
         if ids:
