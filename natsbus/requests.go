@@ -90,6 +90,51 @@ func (b *Bus) serve(v asked) {
 	}
 }
 
+// waits says whether a request waits for other long ones.
+func (l *link) waits(v *asked) bool {
+	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-longs-at-once")
+}
+
+// longCame takes a long request, which is unsealed.
+func (b *Bus) longCame(v asked) {
+	q := b.longs
+	if strings.HasPrefix(v.m.Subject, joinRoot) {
+		q = b.longJoins
+	}
+	dropped, starts := q.put(&v)
+	if dropped > 0 && v.link.seals != nil {
+		v.link.seals.crowded.Add(int64(dropped))
+	}
+	if dropped > 0 {
+		b.log.Sugar().Debugf("natsbus: no answer over %s to long requests, of %s or of who asks more: too many wait", v.link.name, v.from)
+	}
+	if starts && !b.spawn("natsbus.longs", func() { b.answerLongs(q) }) {
+		b.refuseLongs(q)
+	}
+}
+
+// answerLongs answers the long requests that wait, one after the other, until there is none.
+func (b *Bus) answerLongs(q *longs) {
+	for b.ctx.Err() == nil {
+		v := q.next()
+		if v == nil {
+			return
+		}
+		func() {
+			defer safe.Recover("natsbus.longs")
+			b.answer(v, b.handle(v.link, v.from, v.m))
+		}()
+	}
+	b.refuseLongs(q)
+}
+
+// refuseLongs tells all who wait that this agent is closing.
+func (b *Bus) refuseLongs(q *longs) {
+	for v := q.next(); v != nil; v = q.next() {
+		b.answer(v, refuse("agent %s is closing", v.link.id))
+	}
+}
+
 // serveOne answers one request.
 func (b *Bus) serveOne(v *asked) {
 	if v.link.seals != nil && !b.unseal(v) {
@@ -256,49 +301,4 @@ func (b *Bus) send(ctx, session context.Context, l *link, to core.AgentID, req *
 		return nil, err
 	}
 	return l.ask(ctx, session, subject(to, l.id), data, nil)
-}
-
-// waits says whether a request waits for other long ones.
-func (l *link) waits(v *asked) bool {
-	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-longs-at-once")
-}
-
-// longCame takes a long request, which is unsealed.
-func (b *Bus) longCame(v asked) {
-	q := b.longs
-	if strings.HasPrefix(v.m.Subject, joinRoot) {
-		q = b.longJoins
-	}
-	dropped, starts := q.put(&v)
-	if dropped > 0 && v.link.seals != nil {
-		v.link.seals.crowded.Add(int64(dropped))
-	}
-	if dropped > 0 {
-		b.log.Sugar().Debugf("natsbus: no answer over %s to long requests, of %s or of who asks more: too many wait", v.link.name, v.from)
-	}
-	if starts && !b.spawn("natsbus.longs", func() { b.answerLongs(q) }) {
-		b.refuseLongs(q)
-	}
-}
-
-// answerLongs answers the long requests that wait, one after the other, until there is none.
-func (b *Bus) answerLongs(q *longs) {
-	for b.ctx.Err() == nil {
-		v := q.next()
-		if v == nil {
-			return
-		}
-		func() {
-			defer safe.Recover("natsbus.longs")
-			b.answer(v, b.handle(v.link, v.from, v.m))
-		}()
-	}
-	b.refuseLongs(q)
-}
-
-// refuseLongs tells all who wait that this agent is closing.
-func (b *Bus) refuseLongs(q *longs) {
-	for v := q.next(); v != nil; v = q.next() {
-		b.answer(v, refuse("agent %s is closing", v.link.id))
-	}
 }
