@@ -135,7 +135,7 @@ func stubServe(args []string, port, bootstrapPort int, engine http.Handler) int 
 	}
 	if mode == "refuses" {
 		engine = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if r.URL.Path != "/health" {
+			if r.URL.Path != "/health" && r.URL.Path != "/model_info" { // which an engine answers without a forward pass
 				http.Error(w, "no forward pass", http.StatusInternalServerError)
 			}
 		})

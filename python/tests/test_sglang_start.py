@@ -7,7 +7,6 @@ import inspect
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Iterator
 
 import pytest
@@ -369,7 +368,7 @@ def test_count_outlives_a_change_of_role(counts: Any, port: int) -> None:
 def test_warning_of_pages_that_sglang_loses(
     role: str, option: dict[str, Any], times: int, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = SimpleNamespace()
+    one = like(sglang.SGLANG_SCHEDULER)
     with engine(port) as ranks:
         for _ in range(2):  # the second is that of a server that has turned
             ranks.append(start(role, lambda: mha(0, 2), scheduler=one, disaggregation_bootstrap_port=port, **option))
