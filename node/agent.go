@@ -321,3 +321,44 @@ func (a *Agent) stats() Stats {
 	}
 	return s
 }
+
+// Close ends every transfer (each gets its report, with code closed), waits
+// until no byte can land any more, and withdraws the agent. It is bounded by
+// close_timeout_s, also while a driver does not answer, and a few seconds more if the embedded server does not stop.
+// A second call waits for the first one and returns ErrClosed.
+func (a *Agent) Close() error {
+	if !a.halves.close() {
+		<-a.closed
+		return core.ErrClosed
+	}
+	defer close(a.closed)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
+	defer cancel()
+	patience := max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2)
+	c := a.caches.Load()
+	onDevices := c != nil && c.transports.devices != nil
+	if onDevices {
+		patience -= a.cfg.deviceGoodbye()
+	}
+	draining, stop := context.WithTimeout(ctx, patience)
+	defer stop()
+	drained := drain(draining, a.halves)
+	var errs []error
+	if c != nil {
+		end, _ := ctx.Deadline()
+		bounded, ended := context.WithDeadline(ctx, end.Add(-min(goodbye/2, time.Duration(a.cfg.CloseTimeout)/8)))
+		errs = append(errs, c.transports.Close(bounded))
+		ended()
+		if !drained {
+			// The transports are closed: nothing can land. The reports are still owed.
+			a.halves.tell(core.Abandon{})
+		}
+		c.queue.wait(draining)
+	}
+	a.cancel()
+	errs = append(errs, a.plane.close(ctx))
+	errs = append(errs, left(ctx, &a.wg, onDevices))
+	_ = a.halves.move(stateClosing, stateClosed, nil)
+	a.log.Info("agent closed", zap.String("agent", string(a.id)))
+	return errors.Join(errs...)
+}

@@ -2,13 +2,10 @@ package node
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"sync"
 	"time"
 
-	"go.uber.org/zap"
-
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/safe"
 )
@@ -17,55 +14,15 @@ import (
 // transfers do not end in time.
 const goodbye = time.Second
 
-// Close ends every transfer (each gets its report, with code closed), waits
-// until no byte can land any more, and withdraws the agent. It is bounded by
-// close_timeout_s, also while a driver does not answer, and a few seconds more if the embedded server does not stop.
-// A second call waits for the first one and returns ErrClosed.
-func (a *Agent) Close() error {
-	if !a.halves.close() {
-		<-a.closed
-		return core.ErrClosed
-	}
-	defer close(a.closed)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
-	defer cancel()
-	patience := max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2)
-	if c := a.caches.Load(); c != nil && c.transports.devices != nil {
-		patience -= a.cfg.deviceGoodbye()
-	}
-	draining, stop := context.WithTimeout(ctx, patience)
-	defer stop()
-	drained := a.drain(draining)
-	var errs []error
-	if c := a.caches.Load(); c != nil {
-		end, _ := ctx.Deadline()
-		bounded, ended := context.WithDeadline(ctx, end.Add(-min(goodbye/2, time.Duration(a.cfg.CloseTimeout)/8)))
-		errs = append(errs, c.transports.Close(bounded))
-		ended()
-		if !drained {
-			// The transports are closed: nothing can land. The reports are still owed.
-			a.halves.tell(core.Abandon{})
-		}
-		c.queue.wait(draining)
-	}
-	a.cancel()
-	errs = append(errs, a.plane.close(ctx))
-	errs = append(errs, a.wait(ctx))
-	_ = a.halves.move(stateClosing, stateClosed, nil)
-	a.log.Info("agent closed", zap.String("agent", string(a.id)))
-	return errors.Join(errs...)
-}
-
-// wait waits until the agent's goroutines have ended. One that looks at memory of a device may wait for the driver, which ctx bounds.
-func (a *Agent) wait(ctx context.Context) error {
-	c := a.caches.Load()
-	if c == nil || c.transports.devices == nil {
-		a.wg.Wait()
+// left waits until all goroutines have left. On devices one may wait for the driver, so ctx bounds it.
+func left(ctx context.Context, wg *sync.WaitGroup, onDevices bool) error {
+	if !onDevices {
+		wg.Wait()
 		return nil
 	}
 	ended := make(chan struct{})
 	safe.Go("close", func() {
-		a.wg.Wait()
+		wg.Wait()
 		close(ended)
 	})
 	select {
@@ -84,10 +41,10 @@ func (a *Agent) wait(ctx context.Context) error {
 }
 
 // drain waits until the machine holds nothing.
-func (a *Agent) drain(ctx context.Context) bool {
+func drain(ctx context.Context, h *halves) bool {
 	t := time.NewTicker(2 * time.Millisecond)
 	defer t.Stop()
-	for !a.halves.idle() {
+	for !h.idle() {
 		select {
 		case <-ctx.Done():
 			return false
