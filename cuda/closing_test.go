@@ -212,3 +212,40 @@ func TestCloseBesideACall(t *testing.T) {
 		})
 	}
 }
+
+// TestCloseWhenNothingIsTakenBack: nothing is under way, and the driver does not take back what the device has. Close ends in its time and
+// says so, and so does a second one.
+func TestCloseWhenNothingIsTakenBack(t *testing.T) {
+	for _, function := range []string{"cuMemFreeHost", "cuModuleUnload"} {
+		t.Run(function, func(t *testing.T) {
+			e := engine.New(t, 0)
+			pinned, modules := e.Count("pinned"), e.Count("modules")
+			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+			if err != nil {
+				t.Fatal(err)
+			}
+			memory(t, e, d, grain)
+			if err := d.Prepare(); err != nil {
+				t.Fatal(err)
+			}
+			unblock := sync.OnceFunc(e.Unblock)
+			t.Cleanup(unblock)
+			e.Block(function)
+			first, second := make(chan error, 1), make(chan error, 1)
+			go func() { first <- d.Close() }()
+			for e.Count("blocked") == 0 {
+				runtime.Gosched()
+			}
+			go func() { second <- d.Close() }()
+			for _, closed := range []chan error{first, second} {
+				if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "the driver has not taken back") {
+					t.Errorf("the close: %v", err)
+				}
+			}
+			unblock()
+			for e.Count("pinned") != pinned || e.Count("modules") != modules {
+				runtime.Gosched()
+			}
+		})
+	}
+}

@@ -73,6 +73,9 @@ type Device struct {
 	until   time.Time   // of Close, once it is closing
 	hurry   *time.Timer // see Closing
 
+	closes   sync.Once
+	closeErr error // of Close, once that has ended
+
 	mu      sync.Mutex
 	waits   map[uint8]*streamWaits
 	regions []*Region
