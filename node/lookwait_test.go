@@ -5,7 +5,6 @@ import (
 	"errors"
 	"reflect"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -203,38 +202,5 @@ func TestWritesThatWait(t *testing.T) {
 	q.add(rest) // of a write that was taken
 	if !reflect.DeepEqual(q.list, []core.Action{rest}) {
 		t.Errorf("these wait: %+v", q.list)
-	}
-}
-
-// stuck is a transport that waits for a driver when it is closed.
-type stuck struct {
-	reached
-	answered chan struct{}
-}
-
-func (s *stuck) Close() error {
-	<-s.answered
-	return nil
-}
-
-// TestCloseOfAStuckTransport: the close of an agent on devices waits for its transports no longer than its time, and says for which.
-func TestCloseOfAStuckTransport(t *testing.T) {
-	leaktest.Check(t)
-	all, _ := lookedAt(t, engine.New(t, 0).Alloc(numBlocks*blockBytes))
-	s := &stuck{answered: make(chan struct{})}
-	all.list = []core.Transport{s}
-	answer := sync.OnceFunc(func() { close(s.answered) })
-	t.Cleanup(answer)
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	closed := make(chan error, 1)
-	go func() { closed <- all.Close(ctx) }()
-	select {
-	case err := <-closed:
-		if !errors.Is(err, devices.ErrDevice) || !strings.Contains(err.Error(), "closing transport tcp") {
-			t.Errorf("the close ends with %v", err)
-		}
-	case <-time.After(bound):
-		t.Fatalf("the close has not ended within %v", bound)
 	}
 }
