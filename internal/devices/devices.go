@@ -282,6 +282,22 @@ func (d *Devices) MomentEntries() (byRegion []uint8, entries []Entry) {
 	return byRegion, entries
 }
 
+// TakingMoments is cuda.Device's of all devices.
+func (d *Devices) TakingMoments() (leave func()) {
+	if d == nil {
+		return func() {}
+	}
+	var all []func()
+	for _, dev := range d.list {
+		all = append(all, dev.TakingMoments())
+	}
+	return func() {
+		for _, leave := range all {
+			leave()
+		}
+	}
+}
+
 // Entry is cuda.Device's MomentEntry.
 type Entry struct{ Function, Argument unsafe.Pointer }
 
