@@ -183,15 +183,17 @@ func TestCloseWhileLooking(t *testing.T) {
 
 // TestWritesThatWait: what is added to a write that waits for the driver goes along with it. A write that is begun after a stop does not.
 func TestWritesThatWait(t *testing.T) {
-	first := core.Write{ID: "a", End: []uint32{1}}
-	more := core.Write{ID: "a", Begin: []uint32{1}, End: []uint32{2}, Extends: true}
-	rest := core.Write{ID: "a", Begin: []uint32{2}, Extends: true}
-	other := core.Write{ID: "b", Begin: []uint32{4}, End: []uint32{5}, Extends: true}
+	src := core.Selection{Blocks: [][]core.BlockID{{7, 8, 9}}}
+	some, both := core.Selection{Blocks: [][]core.BlockID{{7}}}, core.Selection{Blocks: [][]core.BlockID{{7, 8}}}
+	first := core.Write{ID: "a", Src: some, End: []uint32{1}}
+	more := core.Write{ID: "a", Src: both, Begin: []uint32{1}, End: []uint32{2}, Extends: true}
+	rest := core.Write{ID: "a", Src: src, Begin: []uint32{2}, Extends: true}
+	other := core.Write{ID: "b", Src: some, Begin: []uint32{4}, End: []uint32{5}, Extends: true}
 	q := newTodo()
 	for _, act := range []core.Action{first, other, more, rest, core.StopWrite{ID: "a"}, first, more} {
 		q.add(act)
 	}
-	want := []core.Action{core.Write{ID: "a"}, other, core.StopWrite{ID: "a"}, core.Write{ID: "a", End: []uint32{2}}}
+	want := []core.Action{core.Write{ID: "a", Src: src}, other, core.StopWrite{ID: "a"}, core.Write{ID: "a", Src: both, End: []uint32{2}}}
 	if !reflect.DeepEqual(q.list, want) {
 		t.Errorf("these wait: %+v", q.list)
 	}
