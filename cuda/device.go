@@ -82,7 +82,8 @@ type Device struct {
 	known   atomic.Pointer[[]mapping] // what lies under the regions
 	pieces  []driver.Piece            // of known, for Check
 	sample  []driver.Piece            // of pieces, for Moved
-	epoch   uint64                    // grows with each change of these
+	epoch   uint64                    // grows with each change of these, and of regions
+	takes   uint64                    // of Renewals
 
 	prepare    sync.Once
 	prepareErr error

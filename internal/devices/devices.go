@@ -187,10 +187,10 @@ func (d *Devices) Moved() bool {
 	return d != nil && slices.ContainsFunc(d.list, (*cuda.Device).Moved)
 }
 
-// Epoch grows whenever other memory is taken for what was registered.
+// Epoch grows whenever other memory is taken for what was registered, and by nothing else: not by memory that a transport probes with.
 func (d *Devices) Epoch() (n uint64) {
 	for _, dev := range d.list {
-		n += dev.Epoch()
+		n += dev.Takes()
 	}
 	return n
 }
