@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"unsafe"
 
+	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -29,4 +30,18 @@ func setDevices(h C.kvconn_agent, a *node.Agent) error {
 		return fmt.Errorf("%w: no memory for the devices of %d regions", errSystem, len(of))
 	}
 	return nil
+}
+
+// forgetDevices has no thread go into the functions of the agent's devices any more. If one is in them, the driver may not let it go:
+// Close waits for it in its own time, and keeps what the function uses if it does not come.
+func forgetDevices(h C.kvconn_agent, a *node.Agent) {
+	var opened C.uint64_t
+	if C.slot_forget_devices(h, &opened) == 0 {
+		return
+	}
+	leave := a.TakingMoments()
+	safe.Go("moments", func() {
+		C.slot_wait_left(h, opened)
+		leave()
+	})
 }

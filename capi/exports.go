@@ -166,7 +166,7 @@ func go_close(h C.kvconn_agent, text **C.char) C.int32_t {
 		if a == nil {
 			return cmp.Or(poisoned, errHandle)
 		}
-		C.slot_set_devices(h, nil, nil, 0) // before Close frees what their functions use
+		forgetDevices(h, a) // before Close frees what their functions use
 		err := a.Close()
 		C.slot_close(h)
 		return cmp.Or(poisoned, err)

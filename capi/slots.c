@@ -25,15 +25,21 @@ struct slot {
   uint32_t head;
   int event_fd;
   uint32_t num_regions;
-  pthread_mutex_t devices_lock; /* guards the devices, whose functions may wait for the driver */
+  pthread_mutex_t devices_lock; /* guards the devices and who is in their functions; taken within lock, and never held for long */
+  pthread_cond_t left;          /* inside has become 0 */
   struct slot_device *devices;  /* NULL: all regions lie in host memory, or the agent closes */
   int closing;                  /* devices come too late */
+  uint32_t inside;              /* threads in the devices' functions, which may wait for the driver */
+  uint64_t opened;              /* counts the agents that have had the slot */
   uint8_t *device_of;          /* of each region; 0: host memory */
   uint64_t *after;             /* the moment of each region's mark */
   _Atomic uint8_t written[KVCONN_MAX_REGIONS]; /* the step's marks: the host stores a value that is not 0, without the lock */
 };
 
 enum { INDEX_BITS = 8, FIRST_SIZE = 64 };
+
+/* The handle of a slot whose agent is closed while a thread is in its devices' functions. No agent has it. */
+static const uint64_t LEFT_BEHIND = 1u << INDEX_BITS;
 
 static struct slot slots[KVCONN_MAX_AGENTS];
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -44,6 +50,7 @@ __attribute__((constructor)) static void init_slots(void) {
   for (int i = 0; i < KVCONN_MAX_AGENTS; i++) {
     pthread_mutex_init(&slots[i].lock, NULL);
     pthread_mutex_init(&slots[i].devices_lock, NULL);
+    pthread_cond_init(&slots[i].left, NULL);
   }
 }
 
@@ -109,7 +116,10 @@ kvconn_agent slot_open(uint32_t capacity) {
     s->capacity = capacity;
     s->head = 0;
     s->num_regions = 0;
+    pthread_mutex_lock(&s->devices_lock);
     s->closing = 0;
+    s->opened++;
+    pthread_mutex_unlock(&s->devices_lock);
     set_count(s, 0);
     agent = ++generation << INDEX_BITS | (uint64_t)(i + 1);
     atomic_store_explicit(&s->handle, agent, memory_order_release);
@@ -131,7 +141,9 @@ void slot_close(kvconn_agent agent) {
   free(s->after);
   s->device_of = NULL;
   s->after = NULL;
-  atomic_store(&s->handle, 0); /* last: slot_open may take it from here on */
+  pthread_mutex_lock(&s->devices_lock);
+  atomic_store(&s->handle, s->inside > 0 ? LEFT_BEHIND : 0); /* last: slot_open may take it from here on */
+  pthread_mutex_unlock(&s->devices_lock);
   pthread_mutex_unlock(&s->lock);
 }
 
@@ -283,11 +295,7 @@ int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct 
   if (s == NULL) return -1;
   int result = 0;
   pthread_mutex_lock(&s->devices_lock);
-  free(s->devices); /* marks and their moments stay: the agent may still take them */
-  s->devices = NULL;
-  if (num_devices == 0) {
-    s->closing = 1;
-  } else if (s->closing) {
+  if (s->closing) {
     result = -1;
   } else {
     s->devices = malloc(num_devices * sizeof *devices);
@@ -307,15 +315,52 @@ int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct 
   return result;
 }
 
-int slot_moment(kvconn_agent agent, uint32_t region, uintptr_t stream, uint64_t *moment) {
+uint32_t slot_forget_devices(kvconn_agent agent, uint64_t *opened) {
   struct slot *s = find(agent);
   if (s == NULL) return 0;
-  int made = 0;
-  pthread_mutex_lock(&s->devices_lock); /* not the ring's lock: the agent would stand still while the driver does */
-  if (s->devices != NULL && atomic_load(&s->handle) == agent && region < s->num_regions && s->device_of[region] > 0) {
-    struct slot_device *d = &s->devices[s->device_of[region] - 1];
-    made = d->record(d->argument, stream, moment).code == 0;
+  pthread_mutex_lock(&s->devices_lock);
+  free(s->devices); /* marks and their moments stay: the agent may still take them */
+  s->devices = NULL;
+  s->closing = 1;
+  *opened = s->opened;
+  uint32_t inside = s->inside;
+  pthread_mutex_unlock(&s->devices_lock);
+  return inside;
+}
+
+void slot_wait_left(kvconn_agent agent, uint64_t opened) {
+  struct slot *s = &slots[(agent & ((1u << INDEX_BITS) - 1)) - 1]; /* no other agent gets it before the threads have left */
+  pthread_mutex_lock(&s->devices_lock);
+  while (s->inside > 0 && s->opened == opened) pthread_cond_wait(&s->left, &s->devices_lock);
+  pthread_mutex_unlock(&s->devices_lock);
+}
+
+/* Whether a thread may go into a region's device's function. If so it must come out again. */
+static int go_in(struct slot *s, kvconn_agent agent, uint32_t region, struct slot_device *device) {
+  pthread_mutex_lock(&s->devices_lock);
+  int may = s->devices != NULL && atomic_load(&s->handle) == agent && region < s->num_regions && s->device_of[region] > 0;
+  if (may) {
+    *device = s->devices[s->device_of[region] - 1];
+    s->inside++;
   }
   pthread_mutex_unlock(&s->devices_lock);
+  return may;
+}
+
+static void come_out(struct slot *s) {
+  pthread_mutex_lock(&s->devices_lock);
+  if (--s->inside == 0) {
+    pthread_cond_broadcast(&s->left);
+    if (atomic_load(&s->handle) == LEFT_BEHIND) atomic_store(&s->handle, 0);
+  }
+  pthread_mutex_unlock(&s->devices_lock);
+}
+
+int slot_moment(kvconn_agent agent, uint32_t region, uintptr_t stream, uint64_t *moment) {
+  struct slot *s = find(agent);
+  struct slot_device device;
+  if (s == NULL || !go_in(s, agent, region, &device)) return 0;
+  int made = device.record(device.argument, stream, moment).code == 0; /* without a lock: the driver may stand still */
+  come_out(s);
   return made;
 }

@@ -48,9 +48,13 @@ struct slot_device {
 };
 
 /* The devices on which the agent's regions lie: of_region has for each the device's place from 1 on, 0 for host memory.
-   Both are copied. With num_devices 0 the devices are forgotten for good, and no thread is in their functions any more.
-   0, -1 when the handle is stale or the agent closes, or -2 when memory is out. */
+   Both are copied. 0, -1 when the handle is stale or the agent closes, or -2 when memory is out. */
 int slot_set_devices(kvconn_agent agent, const uint8_t *of_region, const struct slot_device *devices, uint32_t num_devices);
+
+/* Forgets the devices for good: no thread goes into their functions any more. Returns how many are in them. *opened is for
+   slot_wait_left, which waits until these have left. As long as a thread has not left, no other agent gets the slot. */
+uint32_t slot_forget_devices(kvconn_agent agent, uint64_t *opened);
+void slot_wait_left(kvconn_agent agent, uint64_t opened);
 
 /* Records a moment on a stream of a region's device; not 0 if that was done. */
 int slot_moment(kvconn_agent agent, uint32_t region, uintptr_t stream, uint64_t *moment);

@@ -200,9 +200,9 @@ func (m *Machine) stepFinishMessage(now time.Time, f FinishMessage) {
 	}
 }
 
-func (m *Machine) stepRestartMessage(r RestartMessage) {
+func (m *Machine) stepRestartMessage(now time.Time, r RestartMessage) {
 	if ld := m.loads.get(r.ID); ld != nil && ld.peer == r.From {
-		m.restartLoad(ld, r.Digest)
+		m.restartLoad(now, ld, r.Digest)
 	}
 }
 

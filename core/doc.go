@@ -170,6 +170,7 @@
 //	moving      PartFails Remapped               ending
 //	restarting  Revoked                          expecting   Expect
 //	restarting  Cancel Close PartFails Remapped  ending      SendFinish
+//	restarting  Tick                             ending      SendFinish
 //	restarting  FinishMessage RenewReplied       ending
 //	ending      Revoked                          -           Report?
 //

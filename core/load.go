@@ -3,7 +3,6 @@ package core
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
@@ -54,6 +53,7 @@ type load struct {
 	since   time.Time // the engine's first word of it: its claim, if there was one
 	begun   time.Time // when P's agent became known: it is asked for the load since then
 	until   time.Time // in loadRelocating, and in loadMoving: when another agent must have been found
+	held    time.Time // by this agent's own memory since then, in loadExpecting and loadRestarting
 	grant   []byte    // of the transport
 	sent    int       // renewals that said "sent" while bytes were missing
 	endedIn string    // state in which the end began
@@ -161,6 +161,7 @@ func (m *Machine) proceed(now time.Time, ld *load) {
 		m.loadTo(ld, loadAwaiting)
 		return
 	}
+	ld.held = now
 	m.loadTo(ld, loadExpecting, Expect{ID: ld.id, Peer: ld.peer, Selection: ld.Selection})
 }
 
@@ -236,27 +237,9 @@ func (m *Machine) move(ld *load, until time.Time, gone bool) {
 	m.fence(ld, loadMoving)
 }
 
-// tickLoads ends loads that have kept the engine's blocks for too long. A P that lives, says
-// that it works, and sends a byte now and then must not keep them for ever.
-func (m *Machine) tickLoads(now time.Time) {
-	var late []TransferID
-	for id, ld := range m.loads.byID {
-		if (ld.state == loadAwaiting || ld.state.armed()) && !now.Before(ld.endBy) && !fault.On("waits-for-slow") {
-			late = append(late, id)
-		}
-	}
-	slices.Sort(late)
-	for _, id := range late {
-		if ld := m.loads.get(id); ld != nil { // another part of the same fan-in may have taken it along
-			m.endLoad(now, ld, ending{Failed, fmt.Sprintf("prefill agent %s has not sent it within %v (load_timeout_s); the load is %s", ld.peer, m.opt.Load, ld.state)}, true)
-			m.settle(now)
-		}
-	}
-}
-
 // restartLoad takes P's word that it has withdrawn the blocks of the load whose grant has
 // this digest.
-func (m *Machine) restartLoad(ld *load, which string) {
+func (m *Machine) restartLoad(now time.Time, ld *load, which string) {
 	if (ld.state != loadRequesting && ld.state != loadWaiting) || digest(ld.grant) != which && !fault.On("anew-at-every-word") {
 		return
 	}
@@ -264,9 +247,10 @@ func (m *Machine) restartLoad(ld *load, which string) {
 	m.seq++
 	ld.seq = m.seq // P's words about the old load are void
 	if fault.On("anew-without-fence") {
-		m.proceed(time.Time{}, ld)
+		m.proceed(now, ld)
 		return
 	}
+	ld.held = now
 	m.fence(ld, loadRestarting)
 }
 
@@ -315,7 +299,7 @@ func (m *Machine) loadRenewed(now time.Time, ld *load, a Answer) {
 	case StatusEnded:
 		m.endLoad(now, ld, ending{peerFailure(a.Code), a.Reason}, false)
 	case StatusRestart:
-		m.restartLoad(ld, a.Reason)
+		m.restartLoad(now, ld, a.Reason)
 	case StatusSent:
 		// The last bytes may be on their way, but not for several rounds.
 		if fault.On("word-alone") {

@@ -34,7 +34,7 @@ type Options struct {
 	Claim         time.Duration // D keeps a claim that no load follows
 	Load          time.Duration // D waits for a load's bytes, whatever P says
 	Offer         time.Duration // P keeps an offer, whatever D says
-	MomentTimeout time.Duration // a moment that has not passed by then fails
+	MomentTimeout time.Duration // a moment that has not passed by then fails, and a load that D's own memory holds up for so long
 	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
 	ReportDemands bool          // P: Report when an announced transfer is demanded
 	ReportClaims  bool          // D: Report a claim that cannot succeed any more
@@ -136,7 +136,7 @@ func (m *Machine) Step(now time.Time, e Event) []Action {
 	case FinishMessage:
 		m.stepFinishMessage(now, v)
 	case RestartMessage:
-		m.stepRestartMessage(v)
+		m.stepRestartMessage(now, v)
 	case Resolved:
 		m.stepResolved(now, v)
 	case ResolvedParts:

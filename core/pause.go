@@ -41,6 +41,7 @@ func (m *Machine) noticePause(now time.Time) {
 		move(&ld.nameBy, m.patience())
 		move(&ld.until, m.patience())
 		move(&ld.endBy, m.opt.Load)
+		move(&ld.held, 0)
 	}
 	for _, of := range m.offers {
 		most := m.lease(of)

@@ -61,7 +61,7 @@ func TestSim(t *testing.T) {
 		}
 	}
 	for _, want := range []string{"loss", "delay", "double", "one-way", "partition", "break", "stop", "crash", "restart", "clock-jump", "close",
-		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf", "hang", "late-prefill", "slow-look", "killed-when-asked", "several-sources", "several-shares", "found-parts", "abort-found", "crossed", "lost-loaded", "lost-cancelled", "lost-dropped",
+		"resurrection", "cancel-d", "cancel-p", "cancel-both", "abort-first", "id-twice", "two-decoders", "empty", "queued", "claim", "claim-left", "probe", "retry", "finish-lost", "deaf", "hang", "late-prefill", "slow-look", "stuck-look", "killed-when-asked", "several-sources", "several-shares", "found-parts", "abort-found", "crossed", "lost-loaded", "lost-cancelled", "lost-dropped",
 		"smaller-blocks", "larger-blocks", "other-order", "cut-heads", "gathered-heads", "half-block",
 		"hostile-message", "hostile-relay", "hostile-answer", "hostile-stream", "hostile-crowd", "hostile-hoard", "drip",
 		"moment", "moment-shared", "moment-failed", "moment-stuck", "moment-late", "sleep", "elsewhere",

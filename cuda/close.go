@@ -38,15 +38,17 @@ func (d *Device) busy() (n int) {
 // Close ends all copies and awaited moments, and waits, at most CloseTimeout from Closing on,
 // until none is under way, all calls of the driver have returned and all slots were released. Then it gives
 // back all that the device has. If something does not end, the error says so and nothing is given back: the
-// driver may still use it.
+// driver may still use it. A second call waits for the first one and returns what that did.
 func (d *Device) Close() error {
 	d.Closing()
-	if d.shut() {
-		return nil
-	}
+	d.closes.Do(func() { d.closeErr = d.close() })
+	return d.closeErr
+}
+
+func (d *Device) close() error {
+	d.shut()
 	defer d.hurry.Stop()
-	// The transports may have used all the time, though no copy is under way.
-	deadline := time.NewTimer(max(time.Until(d.until), min(d.o.CloseTimeout/4, 250*time.Millisecond)))
+	deadline := d.lastWait()
 	defer deadline.Stop()
 	ended := make(chan struct{})
 	safe.Go("cuda close", func() {
@@ -76,6 +78,25 @@ func (d *Device) Close() error {
 	if n := d.busy(); n > 0 { // without a slot: of a peer's memory
 		return fmt.Errorf("closing CUDA device %d: nobody knows whether %d copies have ended; what they may use stays", d.info.Ordinal, n)
 	}
+	given := make(chan error, 1)
+	safe.Go("cuda close", func() { given <- d.giveBack() })
+	late := d.lastWait()
+	defer late.Stop()
+	select {
+	case err := <-given:
+		return err
+	case <-late.C:
+		return fmt.Errorf("closing CUDA device %d: after %s the driver has not taken back what the device has", d.info.Ordinal, d.o.CloseTimeout)
+	}
+}
+
+// lastWait ends a wait of Close. The transports may have used all the time, though nothing is under way on the device.
+func (d *Device) lastWait() *time.Timer {
+	return time.NewTimer(max(time.Until(d.until), min(d.o.CloseTimeout/4, 250*time.Millisecond)))
+}
+
+// giveBack gives the driver all that the device has. Nothing uses it any more.
+func (d *Device) giveBack() error {
 	for _, q := range d.made() {
 		q.drv.Close()
 	}
@@ -98,14 +119,14 @@ func (d *Device) end() {
 	}
 }
 
-// shut has no short call begin any more, and says whether that was so before.
-func (d *Device) shut() (before bool) {
+// shut has no short call begin any more.
+func (d *Device) shut() {
 	d.entered.Lock()
 	defer d.entered.Unlock()
-	if before = d.closed.Swap(true); !before && d.calls == 0 {
+	d.closed.Store(true)
+	if d.calls == 0 {
 		close(d.left)
 	}
-	return before
 }
 
 func (d *Device) hasLeft() bool {

@@ -212,3 +212,79 @@ func TestCloseBesideACall(t *testing.T) {
 		})
 	}
 }
+
+// TestCloseWhenNothingIsTakenBack: nothing is under way, and the driver does not take back what the device has. Close ends in its time and
+// says so, and so does a second one.
+func TestCloseWhenNothingIsTakenBack(t *testing.T) {
+	for _, function := range []string{"cuMemFreeHost", "cuModuleUnload"} {
+		t.Run(function, func(t *testing.T) {
+			e := engine.New(t, 0)
+			pinned, modules := e.Count("pinned"), e.Count("modules")
+			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+			if err != nil {
+				t.Fatal(err)
+			}
+			memory(t, e, d, grain)
+			if err := d.Prepare(); err != nil {
+				t.Fatal(err)
+			}
+			unblock := sync.OnceFunc(e.Unblock)
+			t.Cleanup(unblock)
+			e.Block(function)
+			first, second := make(chan error, 1), make(chan error, 1)
+			go func() { first <- d.Close() }()
+			for e.Count("blocked") == 0 {
+				runtime.Gosched()
+			}
+			go func() { second <- d.Close() }()
+			for _, closed := range []chan error{first, second} {
+				if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "the driver has not taken back") {
+					t.Errorf("the close: %v", err)
+				}
+			}
+			unblock()
+			for e.Count("pinned") != pinned || e.Count("modules") != modules {
+				runtime.Gosched()
+			}
+		})
+	}
+}
+
+// TestCloseBesideAMoment: a close waits for a caller in C that takes a moment, and keeps the handle that the caller uses if it does not
+// come out in time.
+func TestCloseBesideAMoment(t *testing.T) {
+	for _, c := range []struct {
+		what   string
+		close  time.Duration
+		leaves bool // while the close waits
+	}{{"in time", patience, true}, {"too late", 200 * time.Millisecond, false}} {
+		t.Run(c.what, func(t *testing.T) {
+			e := engine.New(t, 0)
+			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: c.close})
+			if err != nil {
+				t.Fatal(err)
+			}
+			stream := e.Stream()
+			m := moment(t, d, stream)
+			leave, closed := d.TakingMoments(), make(chan error, 1)
+			go func() { closed <- d.Close() }()
+			if c.leaves {
+				for !d.closed.Load() {
+					runtime.Gosched()
+				}
+				leave()
+				if err := answer(t, closed); err != nil {
+					t.Error(err)
+				}
+				return
+			}
+			if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "a call of the driver has not returned") {
+				t.Errorf("the close: %v", err)
+			}
+			if err := d.drv.Await(m); err != nil {
+				t.Errorf("the caller's handle is gone: %v", err)
+			}
+			leave()
+		})
+	}
+}

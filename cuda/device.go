@@ -73,13 +73,17 @@ type Device struct {
 	until   time.Time   // of Close, once it is closing
 	hurry   *time.Timer // see Closing
 
+	closes   sync.Once
+	closeErr error // of Close, once that has ended
+
 	mu      sync.Mutex
 	waits   map[uint8]*streamWaits
 	regions []*Region
 	known   atomic.Pointer[[]mapping] // what lies under the regions
 	pieces  []driver.Piece            // of known, for Check
 	sample  []driver.Piece            // of pieces, for Moved
-	epoch   uint64                    // grows with each change of these
+	epoch   uint64                    // grows with each change of these, and of regions
+	takes   uint64                    // of Renewals
 
 	prepare    sync.Once
 	prepareErr error

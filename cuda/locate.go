@@ -148,6 +148,9 @@ func (l *Locator) at(addr uint64) (m driver.Memory, known bool, err error) {
 // keep keeps mappings, which follow each other, for all once: regions may come in any order. What lies over another is not kept: the
 // engine maps memory just now.
 func (l *Locator) keep(found []driver.Memory) {
+	for n := len(l.known); len(found) > 0 && (n == 0 || l.known[n-1].Base+l.known[n-1].Size <= found[0].Base); n++ {
+		l.known, found = append(l.known, found[0]), found[1:] // regions mostly come in the order of their addresses
+	}
 	if len(found) == 0 {
 		return
 	}

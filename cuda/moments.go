@@ -54,8 +54,17 @@ func (d *Device) Moment(stream uintptr) (uint64, error) {
 
 // MomentEntry is Moment for callers in C: a function of type
 // struct { uint32_t code, call; } (*)(void *, uintptr_t stream, uint64_t *moment), and its
-// first argument. No caller may be in the function when Close is called.
+// first argument. Before Close is called, TakingMoments tells of callers that are in the function.
 func (d *Device) MomentEntry() (function, argument unsafe.Pointer) { return d.drv.MomentEntry() }
+
+// TakingMoments counts a call of MomentEntry's function that has not returned, until leave is called. No other begins. It is called
+// before Close.
+func (d *Device) TakingMoments() (leave func()) {
+	d.entered.Lock()
+	defer d.entered.Unlock()
+	d.calls++ // also on a device that has failed
+	return d.leave
+}
 
 // Owns says whether a moment is one of this handle's. The handle knows nothing of other handles' moments, not
 // even on the same device.

@@ -298,16 +298,21 @@ func (p *Peer) giveBack(o opened) error {
 	return nil
 }
 
-// closePeers gives back what peers have open; nothing is copied any more.
+// closePeers gives back what peers have open; nothing is copied any more. The driver is called without mu: who asks what is open does
+// not wait for it.
 func (d *Device) closePeers() (err error) {
 	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, p := range d.peers {
-		for _, o := range p.opened {
-			err = errors.Join(err, p.giveBack(o))
-		}
-		p.opened = nil
+	of := make([][]opened, len(d.peers))
+	peers := d.peers
+	for i, p := range peers {
+		of[i], p.opened = p.opened, nil
 	}
 	d.peers = nil
+	d.mu.Unlock()
+	for i, p := range peers {
+		for _, o := range of[i] {
+			err = errors.Join(err, p.giveBack(o))
+		}
+	}
 	return err
 }

@@ -76,11 +76,11 @@ func (d *Device) Look() (*Renewal, error) {
 	return n, err
 }
 
-// Epoch grows when the regions are others, or what lies under them.
-func (d *Device) Epoch() uint64 {
+// Takes is how often a Renewal was taken.
+func (d *Device) Takes() uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.epoch
+	return d.takes
 }
 
 // Current says whether the regions are as they were when Look was called.
@@ -104,6 +104,7 @@ func (n *Renewal) Take() {
 		r.pieces, r.was = n.found[i], n.was[i]
 	}
 	d.knows(n.union)
+	d.takes++
 }
 
 // follows says whether memory may stand in the place of what lay there.

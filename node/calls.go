@@ -189,6 +189,16 @@ func (a *Agent) MomentEntries() (byRegion []uint8, entries []devices.Entry) {
 	return c.transports.devices.MomentEntries()
 }
 
+// TakingMoments says that a caller in C is still in an entry of MomentEntries. A Close that follows waits for it, and if leave is not called
+// in time it keeps what the entry uses.
+func (a *Agent) TakingMoments() (leave func()) {
+	c := a.caches.Load()
+	if c == nil {
+		return func() {}
+	}
+	return c.transports.devices.TakingMoments()
+}
+
 // GetFinished returns the reports since the last call and never waits. It needs
 // the Reports that Open makes.
 func (a *Agent) GetFinished() []core.Report {

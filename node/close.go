@@ -19,7 +19,9 @@ const goodbye = time.Second
 
 // Close ends every transfer (each gets its report, with code closed), waits
 // until no byte can land any more, and withdraws the agent. It is bounded by
-// close_timeout_s, also while a driver does not answer, and a few seconds more if the embedded server does not stop.
+// close_timeout_s, also while a driver does not answer, and a few seconds more if the embedded server does not stop, or
+// if a peer is not heard. If a transport cannot be closed because a driver does not answer, the transfers that are left
+// get no report: bytes may land in their blocks until the process ends.
 // A second call waits for the first one and returns ErrClosed.
 func (a *Agent) Close() error {
 	if !a.halves.close() {
@@ -37,29 +39,38 @@ func (a *Agent) Close() error {
 	defer stop()
 	drained := a.drain(draining)
 	var errs []error
+	at := shut{quiet: true, answers: true}
 	if c := a.caches.Load(); c != nil {
 		end, _ := ctx.Deadline()
 		bounded, ended := context.WithDeadline(ctx, end.Add(-min(goodbye/2, time.Duration(a.cfg.CloseTimeout)/8)))
-		errs = append(errs, c.transports.Close(bounded))
+		var err error
+		at, err = c.transports.Close(bounded)
 		ended()
-		if !drained {
+		errs = append(errs, err)
+		if !drained && at.quiet {
 			// The transports are closed: nothing can land. The reports are still owed.
 			a.halves.tell(core.Abandon{})
 		}
 		c.queue.wait(draining)
 	}
 	a.cancel()
-	errs = append(errs, a.plane.close(ctx))
-	errs = append(errs, a.wait(ctx))
+	last := ctx
+	if at.quiet && at.answers { // a transport that was waited for may have used up the time
+		end, _ := ctx.Deadline()
+		var done context.CancelFunc
+		last, done = context.WithTimeout(context.Background(), max(time.Until(end), goodbye/2))
+		defer done()
+	}
+	errs = append(errs, a.plane.close(last))
+	errs = append(errs, a.wait(ctx, at))
 	_ = a.halves.move(stateClosing, stateClosed, nil)
 	a.log.Info("agent closed", zap.String("agent", string(a.id)))
 	return errors.Join(errs...)
 }
 
-// wait waits until the agent's goroutines have ended. One that looks at memory of a device may wait for the driver, which ctx bounds.
-func (a *Agent) wait(ctx context.Context) error {
-	c := a.caches.Load()
-	if c == nil || c.transports.devices == nil {
+// wait waits until the agent's goroutines have ended. If a driver does not answer, one may wait for it, which ctx bounds.
+func (a *Agent) wait(ctx context.Context, at shut) error {
+	if at.quiet && at.answers {
 		a.wg.Wait()
 		return nil
 	}
@@ -79,7 +90,7 @@ func (a *Agent) wait(ctx context.Context) error {
 	case <-ended:
 		return nil
 	case <-late.C:
-		return fmt.Errorf("%w: closing the agent: a call of the driver has not returned", devices.ErrDevice)
+		return fmt.Errorf("%w: closing the agent: a goroutine has not ended: it waits for the driver, most likely", devices.ErrDevice)
 	}
 }
 

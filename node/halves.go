@@ -256,8 +256,12 @@ func (h *halves) step(now time.Time, e core.Event) core.Action {
 	return answer
 }
 
-// report tells the engine an end; the lock is held.
+// report tells the engine an end; the lock is held. When the agent is closed nobody takes it: a transport that Close has given up may
+// close later.
 func (h *halves) report(r core.Report) {
+	if h.state == stateClosed {
+		return
+	}
 	if r.Side != core.SideClaim { // the machine counts these itself
 		h.outstanding--
 	}

@@ -108,7 +108,7 @@ func Keys() []KeyGroup {
 			{Name: "offer_timeout_s", Default: Seconds(core.Defaults.Offer), Unit: "s", Meaning: "How long an offer may hold prefill's blocks: then it ends as `expired`, whatever decode says and however it loads."},
 			{Name: "connect_timeout_s", Default: Seconds(core.DefaultConnectTimeout), Unit: "s", Meaning: "Bounds the finding and meeting of a peer, and the return of one of several streams that broke."},
 			{Name: "stall_timeout_s", Default: Seconds(core.DefaultStallTimeout), Unit: "s", Meaning: "A stream without progress for so long ends."},
-			{Name: "moment_timeout_s", Default: Seconds(core.Defaults.MomentTimeout), Unit: "s", Meaning: "A moment of a GPU's stream that has not passed after so long ends the transfers that wait for it."},
+			{Name: "moment_timeout_s", Default: Seconds(core.Defaults.MomentTimeout), Unit: "s", Meaning: "A moment of a GPU's stream that has not passed after so long ends the transfers that wait for it. A load ends too if decode's own driver holds it up for so long."},
 			{Name: "close_timeout_s", Default: 5, Unit: "s", Meaning: "Bounds `kvconn_close`."},
 		}},
 		{"Further completions", []Key{

@@ -46,14 +46,19 @@ func (t *transports) checked(look func() error) error {
 	if t.devices == nil {
 		return nil
 	}
+	_, err := t.checkedAt(look)
+	return err
+}
+
+// checkedAt is checked where there are devices. The epoch is that of which the look has found something.
+func (t *transports) checkedAt(look func() error) (epoch uint64, changed error) {
 	for {
-		epoch := t.devices.Epoch()
-		changed := look()
+		epoch, changed = t.devices.Epoch(), look()
 		if changed == nil || !isChange(changed) && t.devices.Check() == nil { // the driver has failed once
-			return changed
+			return epoch, changed
 		}
 		if t.giveUp(epoch, changed) {
-			return changed
+			return epoch, changed
 		}
 	}
 }

@@ -61,6 +61,7 @@ func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
 			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks})
 	}
 	cfg := testConfig(RoleBoth)
+	cfg.CloseTimeout = Seconds(bound)
 	devs, err := devices.Open(regions, cfg.deviceOptions())
 	if err != nil {
 		t.Fatal(err)

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"reflect"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -184,15 +183,17 @@ func TestCloseWhileLooking(t *testing.T) {
 
 // TestWritesThatWait: what is added to a write that waits for the driver goes along with it. A write that is begun after a stop does not.
 func TestWritesThatWait(t *testing.T) {
-	first := core.Write{ID: "a", End: []uint32{1}}
-	more := core.Write{ID: "a", Begin: []uint32{1}, End: []uint32{2}, Extends: true}
-	rest := core.Write{ID: "a", Begin: []uint32{2}, Extends: true}
-	other := core.Write{ID: "b", Begin: []uint32{4}, End: []uint32{5}, Extends: true}
+	src := core.Selection{Blocks: [][]core.BlockID{{7, 8, 9}}}
+	some, both := core.Selection{Blocks: [][]core.BlockID{{7}}}, core.Selection{Blocks: [][]core.BlockID{{7, 8}}}
+	first := core.Write{ID: "a", Src: some, End: []uint32{1}}
+	more := core.Write{ID: "a", Src: both, Begin: []uint32{1}, End: []uint32{2}, Extends: true}
+	rest := core.Write{ID: "a", Src: src, Begin: []uint32{2}, Extends: true}
+	other := core.Write{ID: "b", Src: some, Begin: []uint32{4}, End: []uint32{5}, Extends: true}
 	q := newTodo()
 	for _, act := range []core.Action{first, other, more, rest, core.StopWrite{ID: "a"}, first, more} {
 		q.add(act)
 	}
-	want := []core.Action{core.Write{ID: "a"}, other, core.StopWrite{ID: "a"}, core.Write{ID: "a", End: []uint32{2}}}
+	want := []core.Action{core.Write{ID: "a", Src: src}, other, core.StopWrite{ID: "a"}, core.Write{ID: "a", Src: both, End: []uint32{2}}}
 	if !reflect.DeepEqual(q.list, want) {
 		t.Errorf("these wait: %+v", q.list)
 	}
@@ -203,38 +204,5 @@ func TestWritesThatWait(t *testing.T) {
 	q.add(rest) // of a write that was taken
 	if !reflect.DeepEqual(q.list, []core.Action{rest}) {
 		t.Errorf("these wait: %+v", q.list)
-	}
-}
-
-// stuck is a transport that waits for a driver when it is closed.
-type stuck struct {
-	reached
-	answered chan struct{}
-}
-
-func (s *stuck) Close() error {
-	<-s.answered
-	return nil
-}
-
-// TestCloseOfAStuckTransport: the close of an agent on devices waits for its transports no longer than its time, and says for which.
-func TestCloseOfAStuckTransport(t *testing.T) {
-	leaktest.Check(t)
-	all, _ := lookedAt(t, engine.New(t, 0).Alloc(numBlocks*blockBytes))
-	s := &stuck{answered: make(chan struct{})}
-	all.list = []core.Transport{s}
-	answer := sync.OnceFunc(func() { close(s.answered) })
-	t.Cleanup(answer)
-	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
-	closed := make(chan error, 1)
-	go func() { closed <- all.Close(ctx) }()
-	select {
-	case err := <-closed:
-		if !errors.Is(err, devices.ErrDevice) || !strings.Contains(err.Error(), "closing transport tcp") {
-			t.Errorf("the close ends with %v", err)
-		}
-	case <-time.After(bound):
-		t.Fatalf("the close has not ended within %v", bound)
 	}
 }

@@ -34,8 +34,7 @@ func (t *transports) renew(h *halves) error {
 	if t.devices == nil || !t.devices.Moved() && !t.changed.Load() && !t.unregistered() {
 		return nil
 	}
-	epoch := t.devices.Epoch()
-	changed := t.checked(t.devices.Check)
+	epoch, changed := t.checkedAt(t.devices.Check)
 	if changed == nil { // another call has renewed it
 		t.changed.Store(false)
 		t.registerAgain()

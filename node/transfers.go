@@ -12,10 +12,16 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
+// errShut ends what would begin after Close.
+var errShut = fmt.Errorf("agent: %w", core.ErrTransportClosed)
+
 // Expect arms the first transport that is usable with the peer now.
 func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing, l *look) ([]byte, error) {
 	if err := l.all(); err != nil && !fault.On("node-load-unlooked") {
 		return nil, err
+	}
+	if t.closing.Load() { // while the driver was asked
+		return nil, errShut
 	}
 	var passed []passedOver
 	for _, w := range t.list {
@@ -61,6 +67,10 @@ func (t *transports) Write(op core.WriteOp, l *look) {
 		t.sink(name).Written(op.ID, core.TransferStats{}, err)
 		return
 	}
+	if t.closing.Load() {
+		t.sink(name).Written(op.ID, core.TransferStats{}, errShut)
+		return
+	}
 	t.begin(half{op.ID, core.SideOffer}, op.Peer, w)
 	t.chosen(op.Peer, core.SideOffer, name, nil, false)
 	op.Grant = grant
@@ -79,6 +89,9 @@ func (t *transports) Extend(op core.WriteOp, l *look) {
 		t.mu.Unlock()
 		w.Stop(op.ID)
 		return
+	}
+	if t.closing.Load() {
+		return // the transport tells how the write has ended
 	}
 	_, op.Grant = unmark(op.Grant)
 	w.Extend(op)

@@ -16,7 +16,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/ratelog"
-	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -40,6 +39,7 @@ type transports struct {
 	lacks   []wire.Lack      // transports that are not available here
 	devices *devices.Devices // on which some of the memory lies; nil: none
 	held    ownMemory
+	closing atomic.Bool               // nothing begins any more
 	changed atomic.Bool               // some of that memory is not what was registered any more; see renew
 	taking  sync.Locker               // held while memory of now is taken for what was registered: the agent's lock
 	spoiled map[core.TransferID]error // writes that were stopped because their memory is another; guarded by mu
@@ -140,46 +140,6 @@ func (t *transports) Dismiss(peer core.AgentID) {
 	for _, w := range t.list {
 		w.Dismiss(peer)
 	}
-}
-
-// Close closes all at once: each may take a few seconds. On devices it waits no longer than ctx, since a driver may not answer.
-func (t *transports) Close(ctx context.Context) error {
-	t.devices.Closing()
-	type end struct {
-		name string
-		err  error
-	}
-	ends, open := make(chan end, len(t.list)), t.names()
-	for _, w := range t.list {
-		safe.Go("close "+w.Name(), func() { ends <- end{w.Name(), w.Close()} })
-	}
-	var late <-chan struct{}
-	if t.devices != nil {
-		late = ctx.Done()
-	}
-	var errs []error
-	for waits := true; waits && len(open) > 0; {
-		select {
-		case e := <-ends:
-			errs, open = append(errs, e.err), slices.DeleteFunc(open, func(name string) bool { return name == e.name })
-		case <-late:
-			errs = append(errs, fmt.Errorf("%w: closing transport %s: a call of the driver has not returned", devices.ErrDevice, strings.Join(open, ",")))
-			waits = false
-		}
-	}
-	errs = append(errs, t.devices.Close())
-	if len(open) == 0 { // no transport copies any more
-		t.held.release()
-		t.held = nil
-	}
-	return errors.Join(errs...)
-}
-
-// drop closes the transports of a registration that has failed.
-func (t *transports) drop() {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(t.cfg.CloseTimeout))
-	defer cancel()
-	_ = t.Close(ctx)
 }
 
 // firstWait is how long a pair that has just met waits at most for better transports

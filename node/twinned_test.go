@@ -29,6 +29,7 @@ type spy struct {
 	sink     core.Sink
 	refuse   atomic.Pointer[func(peer core.AgentID) error] // of each write, by the peer's own id
 	far      error                                         // of each Connect
+	holds    atomic.Pointer[chan struct{}]                 // Revoke and Close wait until it is closed
 }
 
 // twinNames are the ids by which an agent knows its peers, and the peers' own ids, by which
@@ -88,6 +89,22 @@ func (s *spy) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
 func (s *spy) Admit(peer core.AgentID) ([]byte, error) { return s.Signaller.Admit(s.names.own(peer)) }
 func (s *spy) Dismiss(peer core.AgentID)               { s.Signaller.Dismiss(s.names.own(peer)) }
 
+func (s *spy) hold() {
+	if c := s.holds.Load(); c != nil {
+		<-*c
+	}
+}
+
+func (s *spy) Revoke(id core.TransferID) {
+	s.hold()
+	s.Signaller.Revoke(id)
+}
+
+func (s *spy) Close() error {
+	s.hold()
+	return s.Signaller.Close()
+}
+
 func (s *spy) Write(op core.WriteOp) {
 	op.Peer = s.names.own(op.Peer)
 	if f := s.refuse.Load(); f != nil {
@@ -139,6 +156,14 @@ func openTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) *twi
 
 func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twinned, error) {
 	t.Helper()
+	cache := make([]byte, layers*numBlocks*blockBytes)
+	r := twinnedOver(t, n, cfg, lack, cache)
+	return r, r.RegisterKVCaches(regions(cache))
+}
+
+// twinnedOver has registered nothing yet.
+func twinnedOver(t *testing.T, n *coretest.Network, cfg Config, lack error, cache []byte) *twinned {
+	t.Helper()
 	seen, logs := observer.New(zap.InfoLevel)
 	r := &twinned{logs: logs}
 	if cfg.Transport == viaAuto {
@@ -173,7 +198,7 @@ func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twi
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.side = &side{Agent: a, t: t, cache: make([]byte, layers*numBlocks*blockBytes), seen: map[core.TransferID]core.Report{}}
+	r.side = &side{Agent: a, t: t, cache: cache, seen: map[core.TransferID]core.Report{}}
 	t.Cleanup(func() { _ = a.Close() })
 	railedAgents.Lock()
 	railedAgents.list = append(railedAgents.list, r.side)
@@ -183,7 +208,7 @@ func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twi
 		defer railedAgents.Unlock()
 		railedAgents.list = slices.DeleteFunc(railedAgents.list, func(s *side) bool { return s == r.side })
 	})
-	return r, a.RegisterKVCaches(regions(r.cache))
+	return r
 }
 
 // said counts the log lines that begin so.

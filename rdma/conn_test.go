@@ -202,7 +202,7 @@ func TestWrittenWaitsForReads(t *testing.T) {
 }
 
 // TestCloseTellsAll: an outcome that somebody is about to tell is told before Close has
-// returned.
+// returned. The agent's other half does not wait for that: its lanes close at once.
 func TestCloseTellsAll(t *testing.T) {
 	cn := newTestConn(t, 1)
 	cn.mends, cn.tells = true, true
@@ -225,6 +225,12 @@ func TestCloseTellsAll(t *testing.T) {
 		defer close(closed)
 		_ = cn.t.Close()
 	}()
+	r := &cn.t.receiver
+	soon(t, "nothing can land any more while an outcome is not told", func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return r.closed
+	})
 	select {
 	case <-closed:
 		t.Error("Close has returned, and an outcome is not told")

@@ -274,8 +274,8 @@ func (t *Transport) Close() error {
 		return nil
 	}
 	t.finished = true
+	t.receiver.close() // first: the sender may wait for its outcomes, and nothing may land meanwhile
 	t.sender.close()
-	t.receiver.close()
 	t.cancel()
 	t.mu.Lock()
 	t.shut = true

@@ -1,7 +1,10 @@
-/* What slots.h says of the marks of written regions, of an agent that has regions in host memory and on a device. */
+/* What slots.h says of the marks of written regions, of an agent that has regions in host memory and on a device; and of its close while a
+   thread takes a moment. */
 #include <errno.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <pthread.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -47,11 +50,84 @@ static int refuse_membarrier(void) {
   return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
+static pthread_mutex_t stands = PTHREAD_MUTEX_INITIALIZER; /* held while the driver does not answer */
+static _Atomic int inside;
+
+static struct slot_status record_slowly(void *argument, uintptr_t stream, uint64_t *moment) {
+  (void)argument;
+  inside = 1;
+  pthread_mutex_lock(&stands);
+  pthread_mutex_unlock(&stands);
+  *moment = stream;
+  return (struct slot_status){0, 0};
+}
+
+static void *takes_a_moment(void *agent) {
+  uint64_t moment = 0;
+  EXPECT(slot_moment(*(kvconn_agent *)agent, 1, 7, &moment) && moment == 7);
+  return NULL;
+}
+
+/* A thread that takes a moment of an agent, and is in the device's function. */
+static pthread_t goes_in(kvconn_agent *agent, const uint8_t *of_region) {
+  const struct slot_device device = {record_slowly, NULL};
+  pthread_t engine;
+  slot_set_regions(*agent, REGIONS);
+  EXPECT(slot_set_devices(*agent, of_region, &device, 1) == 0);
+  inside = 0;
+  EXPECT(pthread_create(&engine, NULL, takes_a_moment, agent) == 0);
+  while (!inside) sched_yield();
+  return engine;
+}
+
+/* Opens all slots that are free, and closes them again, but not the one that agent had: the result is that one's new agent, or 0. */
+static kvconn_agent again(kvconn_agent agent) {
+  kvconn_agent all[KVCONN_MAX_AGENTS], found = 0;
+  int n = 0;
+  for (kvconn_agent a; (a = slot_open(CAPACITY)) != 0;) {
+    if ((a & 0xff) == (agent & 0xff)) {
+      found = a;
+    } else {
+      all[n++] = a;
+    }
+  }
+  while (n > 0) slot_close(all[--n]);
+  return found;
+}
+
+/* A thread takes a moment, and the driver does not answer. Nothing else of the agent waits for it, neither a report nor a close.
+   But the slot is nobody else's until the thread has left. */
+static void closes_beside_a_moment(const uint8_t *of_region) {
+  kvconn_agent agent = slot_open(CAPACITY);
+  pthread_mutex_lock(&stands);
+  pthread_t engine = goes_in(&agent, of_region);
+  uint64_t opened = 0, moment = 0;
+  EXPECT(slot_forget_devices(agent, &opened) == 1);
+  EXPECT(!slot_moment(agent, 1, 8, &moment) && slot_set_devices(agent, of_region, &(struct slot_device){record, NULL}, 1) == -1);
+  EXPECT(slot_push(agent, &(kvconn_completion){.token = 1}) == 0 && slot_count(agent) == 1);
+  slot_close(agent);
+  EXPECT(slot_count(agent) == -1 && again(agent) == 0);
+  pthread_mutex_unlock(&stands);
+  slot_wait_left(agent, opened);
+  EXPECT(pthread_join(engine, NULL) == 0);
+
+  kvconn_agent next = again(agent);
+  EXPECT(next != 0);
+  if (next == 0) return;
+  pthread_mutex_lock(&stands);
+  engine = goes_in(&next, of_region);
+  slot_wait_left(agent, opened); /* not for the next agent's */
+  pthread_mutex_unlock(&stands);
+  EXPECT(pthread_join(engine, NULL) == 0 && slot_forget_devices(next, &opened) == 0);
+  slot_close(next);
+}
+
 int main(void) {
   const uint8_t of_region[REGIONS] = {0, 1, 0, 1, 0, 1};
   const struct slot_device device = {record, NULL};
   kvconn_agent agent = slot_open(CAPACITY);
   EXPECT(agent != 0);
+  closes_beside_a_moment(of_region);
   slot_set_regions(agent, REGIONS);
   EXPECT(slot_set_devices(agent, of_region, &device, 1) == 0);
   volatile uint8_t *written = slot_written_address(agent);

@@ -187,10 +187,10 @@ func (d *Devices) Moved() bool {
 	return d != nil && slices.ContainsFunc(d.list, (*cuda.Device).Moved)
 }
 
-// Epoch grows whenever other memory is taken for what was registered.
+// Epoch grows whenever other memory is taken for what was registered, and by nothing else: not by memory that a transport probes with.
 func (d *Devices) Epoch() (n uint64) {
 	for _, dev := range d.list {
-		n += dev.Epoch()
+		n += dev.Takes()
 	}
 	return n
 }
@@ -280,6 +280,22 @@ func (d *Devices) MomentEntries() (byRegion []uint8, entries []Entry) {
 		entries = append(entries, Entry{f, arg})
 	}
 	return byRegion, entries
+}
+
+// TakingMoments is cuda.Device's of all devices.
+func (d *Devices) TakingMoments() (leave func()) {
+	if d == nil {
+		return func() {}
+	}
+	var all []func()
+	for _, dev := range d.list {
+		all = append(all, dev.TakingMoments())
+	}
+	return func() {
+		for _, leave := range all {
+			leave()
+		}
+	}
 }
 
 // Entry is cuda.Device's MomentEntry.

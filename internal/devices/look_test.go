@@ -126,3 +126,31 @@ func BenchmarkLook(b *testing.B) {
 		}
 	}
 }
+
+// TestEpoch: it grows when other memory is taken for what was registered, and not when a transport makes memory to probe with.
+func TestEpoch(t *testing.T) {
+	e := engine.New(t, 0)
+	m := e.Map(grain)
+	d, err := Open([]core.Region{{Name: "layer.0", Base: uint64(m.At), Memory: core.DeviceMemory(0), BlockStride: 1024, BlockBytes: 1024,
+		NumBlocks: 8}}, options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = d.Close() })
+	before := d.Epoch()
+	s, err := d.Scratch(0, 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if n := d.Epoch(); n != before {
+		t.Errorf("the epoch was %d, and is %d after a probe", before, n)
+	}
+	m.Sleep()
+	m.Wake()
+	if now, err := d.Look(); err != nil || !now.Take() || d.Epoch() == before {
+		t.Errorf("other memory was not taken: %v, epoch %d", err, d.Epoch())
+	}
+}

@@ -262,8 +262,8 @@ class Agent(DeviceCalls):
         """Ends every transfer and waits until no byte can land any more.
 
         Completions that were not collected are lost. Closing twice is fine. If a GPU does not
-        answer, the call raises with :attr:`Status.SYSTEM`: that GPU may still read and write the
-        registered memory, which must not be freed or used again.
+        answer, the call raises with :attr:`Status.SYSTEM`: the registered memory, also what lies
+        on the host, may still be read and written, and must not be freed or used again.
         """
         handle, self._handle, self._agent = self._handle, 0, _CLOSED
         self._count, self._written = _ASK, _NO_BYTES

@@ -104,6 +104,7 @@ var mutants = []mutant{
 	{"shares-forget-moments", "the shares of an offer forget the moments that it awaits"},
 	{"failed-is-passed", "a moment that fails counts as passed"},
 	{"waits-for-its-moment", "a moment that does not pass is waited for for ever"},
+	{"held-for-ever", "a load whose own driver does not answer keeps P's blocks"},
 	{"awaiting-not-renewed", "a load that awaits its moment does not prolong the lease"},
 	{"expecting-not-renewed", "a load whose transport is being armed does not prolong the lease"},
 	{"restarting-not-renewed", "a load that begins anew does not prolong the lease before its fence"},

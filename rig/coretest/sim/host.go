@@ -195,7 +195,7 @@ func (a *agent) collect(actions []core.Action) {
 		q := a.todoOf(act)
 		if q.list = append(q.list, act); !q.working {
 			q.working = true
-			a.after(a.w.delay()/4, func() { a.work(q) })
+			a.after(a.before(q, a.w.delay()/4), func() { a.work(q) })
 		}
 	}
 	for _, f := range a.ledger.broken {

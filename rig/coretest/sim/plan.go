@@ -149,6 +149,9 @@ func (w *world) newPlan() plan {
 		if !p.kind && !p.calm {
 			p.opt.MomentTimeout, p.lost = latest+reach, 0.02
 		}
+		if p.kind { // several looks, each of which may take two leases, hold no load up for too long
+			p.opt.MomentTimeout = time.Minute
+		}
 	}
 	p.pulls = !p.oneSided && w.pulling.Float64() < 0.5
 	p.proves = w.seed/2%2 == 1
