@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 )
 
 // The bytes for a D go by as many of its streams as pay between these two hosts. One stream fills a slow link, several fill a
@@ -17,7 +16,7 @@ import (
 // into P's socket buffers first. A stream that has rested has empty ones, which take bytes at the speed of memory. So by the
 // bytes that P writes, one stream more would seem to pay on any link. D's socket buffers take bytes at that speed too, and D's
 // kernel acknowledges them. So nothing counts until P has written what the buffers of all streams in use hold: after another
-// number came into use, after a stream has opened or ended, and after a stream had nothing to send.
+// number came into use, after a stream has opened, ended or turned out to be of no use, and after a stream had nothing to send.
 
 const (
 	// settleFrames whole frames for each stream in use are written before anything counts: 10 MiB. That is what Linux gives a
@@ -212,20 +211,21 @@ func (b *breadth) opened(open int) {
 // call writes to the stream.
 func meter(streams []*outStream) (r reading) {
 	for _, st := range streams {
-		_ = st.raw.Control(func(fd uintptr) { // an error means that the stream has ended: the reading does not count then
-			if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
-				r.acked += info.Bytes_acked
-			}
-		})
+		if info := st.info(); info != nil { // else the stream has ended: the reading does not count then
+			r.acked += info.Bytes_acked
+		}
 	}
 	r.at = time.Now()
 	return r
 }
 
-// usable are the streams that can take frames: those that are open, but for the ones that P has shut; sender.mu is held.
+// able says whether a stream can take frames; sender.mu is held.
+func (st *outStream) able() bool { return st != nil && !st.shut && !st.deaf }
+
+// usable are the streams that can take frames; sender.mu is held.
 func (p *outPeer) usable() (streams []*outStream) {
 	for i := range p.slots {
-		if st := p.slots[i].stream; st != nil && !st.shut {
+		if st := p.slots[i].stream; st.able() {
 			streams = append(streams, st)
 		}
 	}
@@ -236,11 +236,11 @@ func (p *outPeer) usable() (streams []*outStream) {
 func (p *outPeer) uses(st *outStream) bool {
 	before := 0
 	for i := range p.slots[:st.number] {
-		if other := p.slots[i].stream; other != nil && !other.shut {
+		if p.slots[i].stream.able() {
 			before++
 		}
 	}
-	return before < p.breadth.use
+	return st.able() && before < p.breadth.use
 }
 
 // unopened is the first number of which no stream is open, -1 if all are; sender.mu is held.

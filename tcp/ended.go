@@ -86,10 +86,7 @@ func (s *sender) untold(st *outStream, err error) bool {
 }
 
 // closed says whether the kernel has closed the connection: both ends have, or it was given up.
-func (st *outStream) closed() (yes bool) {
-	_ = st.raw.Control(func(fd uintptr) { // an error means that the descriptor is closed
-		info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
-		yes = err == nil && info.State == unix.BPF_TCP_CLOSE
-	})
-	return yes
+func (st *outStream) closed() bool {
+	info := st.info()
+	return info != nil && info.State == unix.BPF_TCP_CLOSE
 }

@@ -48,7 +48,7 @@ type outPeer struct {
 	asks    bool        // D is to open one more
 	queue   []*outbound // that have a frame to send; served in turn
 	byGrant map[random]*outbound
-	wake    *sync.Cond // on sender.mu: the queue has more, or a stream ended
+	wake    *sync.Cond // on sender.mu: a stream has something to do, or may have: queue, asks, stuck, what takes frames, the end of a stream
 }
 
 // outSlot is what P knows of D's streams of one number.
@@ -67,6 +67,7 @@ type outStream struct {
 	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
 	shut   bool            // P has said that it writes no more
+	deaf   bool            // it makes no progress: D is to open it anew, and others are used meanwhile
 	life   context.Context // ends when dead is set
 	end    func()          // ends it
 	acked  uint64          // bytes that D's kernel had acknowledged at the last look
@@ -306,7 +307,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		switch {
 		case st.dead || s.closed:
 			return nil, 0
-		case p.stuck != nil && p.stuck != st:
+		case p.stuck != nil && p.stuck != st && !st.deaf: // D would not hear it
 			stuck := p.stuck
 			p.stuck = nil
 			if !stuck.dead {
@@ -314,7 +315,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
-		case p.asks:
+		case p.asks && !st.deaf:
 			p.asks = false
 			if n := p.unopened(); n > 0 {
 				h := again(n, 0)
