@@ -38,12 +38,12 @@ type breadth struct {
 	use     int    // streams that take frames, if so many are open
 	found   int    // the number that paid best
 	tries   int    // the number that is compared with it; 0: no trial goes on
-	most    int    // D opens no more, as far as is known; 0: not known
-	missing int    // the number found before D had fewer streams; 0: a trial has found another since, or D has as many
+	most    int    // so many were open when D was asked for one more, and none above them was measured since; 0: D is to be asked
+	missing int    // the number found before D had fewer streams; 0: a trial has found another since, or D has had as many
 	less    bool   // the next trial is of one less
 	pause   int    // measurements from one trial to the next
 	wait    int    // those that are left of it
-	asked   bool   // D was asked for a further stream
+	asked   bool   // D was asked for a further stream just now
 	rate    float64
 	ratios  []float64
 
@@ -138,16 +138,16 @@ func (b *breadth) try(open int) (ask bool) {
 	more := !b.less || b.found == 1
 	if more && b.found >= open {
 		switch {
-		case b.asked: // and D has opened none
-			b.asked, b.most = false, open
+		case b.asked: // and D has opened none that lives
 		case b.most == 0 || open < b.most:
-			b.asked, b.wait = true, 1
+			b.asked, b.most, b.wait = true, open, 1
 			return true
 		case b.pause == longestPause: // D is asked again one pause later: the word may have been lost
 			b.most = 0
 		}
 		more = false
 	}
+	b.asked = false
 	switch {
 	case more:
 		b.tries = b.found + 1
@@ -167,12 +167,17 @@ func (b *breadth) decide() {
 		least = worthOneLess
 	}
 	found := b.found
+	if max(found, b.tries) > b.most { // D had more, and they lived
+		b.most = 0
+	}
 	if b.less = b.tries < b.found; ratio >= least {
 		found, b.pause = b.tries, shortestPause
 	} else {
 		b.less, b.pause = !b.less, min(2*b.pause, longestPause)
 	}
-	b.missing = 0
+	if found != b.found {
+		b.missing = 0
+	}
 	b.finds(found)
 }
 
@@ -198,11 +203,11 @@ func (b *breadth) lacks(open int) {
 
 // opened says that so many streams can be used now. Those that were missing are used again.
 func (b *breadth) opened(open int) {
-	if b.asked = false; open > b.most {
-		b.most = 0
-	}
 	if b.found < open && open <= b.missing {
 		b.finds(open)
+	}
+	if open >= b.missing {
+		b.missing = 0
 	}
 	b.breaks()
 }
