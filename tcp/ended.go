@@ -69,7 +69,7 @@ func (s *sender) hear(st *outStream, err error) {
 	if !s.untold(st, err) {
 		return
 	}
-	late := time.NewTimer(step)
+	late := time.NewTimer(s.late)
 	defer late.Stop()
 	select {
 	case <-st.life.Done():

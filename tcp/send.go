@@ -32,6 +32,7 @@ type sender struct {
 	patrol    *time.Timer  // while there are transfers; see look
 	strangers strangers
 	grace     time.Duration              // see returnGrace
+	late      time.Duration              // see hear
 	meter     func([]*outStream) reading // see meter
 	closed    bool
 }
@@ -83,7 +84,7 @@ type outStream struct {
 }
 
 func (s *sender) init(t *Transport) {
-	s.t, s.grace, s.meter = t, returnGrace, meter
+	s.t, s.grace, s.late, s.meter = t, returnGrace, step, meter
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
