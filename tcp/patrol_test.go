@@ -190,7 +190,8 @@ func TestDeadWayInUse(t *testing.T) {
 	goesOn(t, rests)
 }
 
-// TestDeadWayAtAClosedWindow: so it is if the way dies when D's buffers are full: P has nothing to send again, and its probes bring nothing.
+// TestDeadWayAtAClosedWindow: so it is if the way dies when D's buffers are full. P has nothing to send again, and its probes bring
+// nothing.
 func TestDeadWayAtAClosedWindow(t *testing.T) {
 	leaktest.Check(t)
 	p, used, rests := inUse(t, func(*rawConn) {})
