@@ -12,6 +12,51 @@ import (
 // fails has a server count as down.
 func (r router) fails(s *server) { r.noteDown(s, s.times(), errors.New("connection reset")) }
 
+// A request has servers asked that count as down. Those that have the other role by now do not get it.
+func TestSGLangTurnedWhileDown(t *testing.T) {
+	leaktest.Check(t)
+	const p, d = prefillRole, decodeRole
+	for what, c := range map[string]struct {
+		turn, p, d int // servers that turn, and all by their first roles
+		role       string
+		want       int
+	}{
+		"a P": {1, 1, 1, p, 503}, "one P of two": {1, 2, 1, p, 200}, "both": {2, 2, 1, p, 503}, "two P of three": {2, 3, 1, p, 200},
+		"a D": {1, 1, 1, d, 503}, "one D of two": {1, 1, 2, d, 200}, "both D": {2, 1, 2, d, 503}, "two D of three": {2, 1, 3, d, 200},
+	} {
+		cfg := Config{Contract: SGLang, RefreshInterval: time.Hour}
+		servers := map[string][]*turning{}
+		for range c.p {
+			servers[p] = append(servers[p], newTurning(t, p, 9001, ok))
+		}
+		for range c.d {
+			servers[d] = append(servers[d], newTurning(t, d, 9002, ok))
+		}
+		for _, e := range servers[p] {
+			cfg.Prefill = append(cfg.Prefill, Prefill{URL: e.URL})
+		}
+		for _, e := range servers[d] {
+			cfg.Decode = append(cfg.Decode, e.URL)
+		}
+		r := newRouter(t, cfg)
+		r.waitAllUp(t)
+		for i, e := range servers[c.role] {
+			r.fails(r.as(c.role, e))
+			if i < c.turn {
+				e.turn(map[string]string{p: d, d: p}[c.role])
+			}
+		}
+		if resp, body := r.post(t, `{"prompt":"a"}`); resp.StatusCode != c.want {
+			t.Errorf("%s: %s %s", what, resp.Status, body)
+		}
+		for _, e := range servers[c.role][:c.turn] {
+			if len(e.calls) != 0 {
+				t.Errorf("%s: a server that has turned got a request", what)
+			}
+		}
+	}
+}
+
 // A failure of what began before a server came up again is not that server's.
 func TestLateFailure(t *testing.T) {
 	leaktest.Check(t)
