@@ -3,6 +3,7 @@ package proxy
 import (
 	"errors"
 	"net/http"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -55,6 +56,41 @@ func TestSGLangTurnedWhileDown(t *testing.T) {
 			}
 		}
 	}
+}
+
+// A server that has turned, and does not tell its role for a moment, does not count by the role that it began with.
+func TestSGLangTurnedAndSilent(t *testing.T) {
+	leaktest.Check(t)
+	a, b := newTurning(t, prefillRole, 9001, ok), newTurning(t, decodeRole, 9002, ok)
+	rest := a.Config.Handler
+	var silent atomic.Bool
+	a.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if silent.Load() && r.URL.Path == "/model_info" {
+			w.WriteHeader(http.StatusTooManyRequests)
+			return
+		}
+		rest.ServeHTTP(w, r)
+	})
+	r := newRouter(t, Config{Contract: SGLang, RefreshInterval: time.Hour, Prefill: []Prefill{{URL: a.URL}}, Decode: []string{b.URL}})
+	r.waitAllUp(t)
+	s := r.as(prefillRole, a)
+	says := func(want bool) {
+		t.Helper()
+		r.look(t.Context(), s)
+		if _, up, reason, _ := s.state(); up != want {
+			t.Errorf("it is up: %v (%s)", up, reason)
+		}
+	}
+	a.turn(decodeRole)
+	says(false)
+	silent.Store(true)
+	says(false)
+	silent.Store(false)
+	says(false)
+	a.turn(prefillRole)
+	says(true)
+	silent.Store(true)
+	says(true)
 }
 
 // A failure of what began before a server came up again is not that server's.
