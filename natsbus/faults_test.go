@@ -43,6 +43,7 @@ var defects = []faulttest.Defect{
 	// Long requests of one agent hold up no short ones of others.
 	{"bus-longs-at-once", "TestLongRequestsWait"},
 	{"bus-longs-in-order", "TestLongsTakeTurns"},
+	{"bus-longs-never-late", "TestLateLongs"},
 	// A host that lists without an end takes no memory.
 	{"bus-keeps-all-keys", "FuzzStreamInfo"},
 	// What lies in the temporary folder is this user's.

@@ -4,8 +4,12 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"time"
+
+	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/wire"
 )
 
 // A long request (longMessage) may take a processor for 35 ms to be read, and a hello's regions may take half a second to be compared.
@@ -19,24 +23,35 @@ const (
 
 // longs are the long requests that wait. Their owners take turns: each has one answered in a round. What comes is for the next round or
 // a later one, so that new owners without an end keep none out; in a round those of whom nothing waited go first. If there is no room,
-// the newest of the owner with the most bytes gives way to an owner that has fewer. A request that gives way gets no answer: to its asker
-// it is lost on the way.
+// the newest of the owner with the most bytes gives way to an owner that has fewer. An owner of whom nothing waits has a place also if
+// it would have more, while another has two. A request that gives way gets no answer: to its asker it is lost on the way. If the asker
+// heard of it, it would ask again at once, which costs more than the answer does.
+//
+// A hello that has waited for patience is late: its asker has most likely given it up, or asked again. Its turn goes to its owner's
+// newest request. The other requests are never late, since they are of use though nobody hears the answer.
 type longs struct {
 	mu        sync.Mutex
 	queue     []*asked // in the order in which they are answered
 	bytes     int
-	of        map[string]int // the bytes that wait, of each owner
-	round     int            // that goes on
+	of        map[string]waiting // what waits, of each owner
+	round     int                // that goes on
 	answering bool
+	patience  time.Duration
 }
 
-func newLongs() *longs { return &longs{of: map[string]int{}} }
+// waiting is how much of an owner waits.
+type waiting struct{ requests, bytes int }
+
+func newLongs(patience time.Duration) *longs {
+	return &longs{of: map[string]waiting{}, patience: patience}
+}
 
 // put has a request wait, and says how many have lost their place: this one, or others that made room for it. starts: nobody answers
 // them at this moment, so the caller does.
 func (q *longs) put(v *asked) (dropped int, starts bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	v.came = time.Now()
 	owner, size := ownerOf(v.from), v.m.Size()
 	dropped, ok := q.makeRoom(owner, size)
 	if !ok {
@@ -52,7 +67,8 @@ func (q *longs) put(v *asked) (dropped int, starts bool) {
 	}
 	q.queue = slices.Insert(q.queue, at, v)
 	q.bytes += size
-	q.of[owner] += size
+	had := q.of[owner]
+	q.of[owner] = waiting{had.requests + 1, had.bytes + size}
 	starts, q.answering = !q.answering, true
 	return dropped, starts
 }
@@ -67,25 +83,32 @@ func (v *asked) before(earlier *asked) bool {
 func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
 	queue, bytes, of := q.queue, q.bytes, q.of
 	for len(queue) >= maxLongs || len(queue) > 0 && bytes+size > maxLongBytes {
-		greediest := ""
-		for o, n := range of {
-			if n > of[greediest] {
-				greediest = o
+		gives := greediest(of, 1)
+		if of[gives].bytes <= of[owner].bytes+size {
+			if gives = greediest(of, 2); gives == "" || of[owner].requests > 0 {
+				return 0, false
 			}
-		}
-		if of[greediest] <= of[owner]+size {
-			return 0, false
 		}
 		if dropped == 0 {
 			queue, of = slices.Clone(queue), maps.Clone(of)
 		}
-		i := newest(queue, greediest)
+		i := newest(queue, gives)
 		bytes = less(of, bytes, queue[i])
 		queue = slices.Delete(queue, i, i+1)
 		dropped++
 	}
 	q.queue, q.bytes, q.of = queue, bytes, of
 	return dropped, true
+}
+
+// greediest is the owner with the most bytes, of those with so many requests; empty if there is none.
+func greediest(of map[string]waiting, requests int) (owner string) {
+	for o, s := range of {
+		if s.requests >= requests && s.bytes > of[owner].bytes {
+			owner = o
+		}
+	}
+	return owner
 }
 
 // newest is the place of an owner's newest request; -1 if it has none.
@@ -98,29 +121,60 @@ func newest(queue []*asked, owner string) int {
 	return -1
 }
 
-// less takes a request's bytes away from its owner's, and says how many are left of all.
-func less(of map[string]int, bytes int, v *asked) (left int) {
+// less takes a request away from its owner's, and says how many bytes are left of all.
+func less(of map[string]waiting, bytes int, v *asked) (left int) {
 	owner, size := ownerOf(v.from), v.m.Size()
-	if of[owner] -= size; of[owner] == 0 {
+	had := of[owner]
+	if of[owner] = (waiting{had.requests - 1, had.bytes - size}); had.requests == 1 {
 		delete(of, owner)
 	}
 	return bytes - size
 }
 
 // next is the request to answer; nil if none waits: then the caller answers them no more.
-func (q *longs) next() *asked {
+func (q *longs) next() (v *asked, late bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if len(q.queue) == 0 {
 		q.answering, q.queue = false, nil
-		return nil
+		return nil, false
 	}
-	v := q.queue[0]
+	v = q.queue[0]
 	q.queue[0] = nil
 	q.queue = q.queue[1:]
 	q.round = v.round
 	q.bytes = less(q.of, q.bytes, v)
-	return v
+	if !q.late(v) {
+		return v, false
+	}
+	if i := newest(q.queue, ownerOf(v.from)); i >= 0 && !q.late(q.queue[i]) {
+		turn := q.queue[i]
+		turn.round, turn.again = v.round, v.again
+		copy(q.queue[1:], q.queue[:i])
+		q.queue[0] = turn
+	}
+	return v, true
+}
+
+// late says whether nobody waits for a request's answer any more, most likely, and the answer is all that it is for.
+func (q *longs) late(v *asked) bool {
+	return time.Since(v.came) > q.patience && isHello(v.m.Data) && !fault.On("bus-longs-never-late")
+}
+
+// isHello says whether a request is a hello, without reading all of it. kvconn writes the kind first.
+func isHello(request []byte) bool {
+	var kind wire.Kind
+	_, rest, err := msgp.ReadMapHeaderBytes(request)
+	if err == nil {
+		var key []byte
+		if key, rest, err = msgp.ReadMapKeyZC(rest); string(key) != "k" {
+			return false
+		}
+	}
+	if err == nil {
+		_, err = kind.UnmarshalMsg(rest)
+	}
+	return err == nil && kind == wire.KindHello
 }
 
 // unanswered counts those that wait, with the one that is being answered.

@@ -2,6 +2,7 @@ package natsbus
 
 import (
 	"fmt"
+	"maps"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -36,9 +37,16 @@ func (q *longs) owners() string {
 	return strings.Join(out, " ")
 }
 
+// has gives it another patience.
+func (q *longs) has(patience time.Duration) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.patience = patience
+}
+
 // TestLongsTakeTurns: each owner has one of its long requests answered in a round, also one that comes when others have many waiting.
 func TestLongsTakeTurns(t *testing.T) {
-	q := newLongs()
+	q := newLongs(time.Hour)
 	want := func(order string) {
 		t.Helper()
 		if q.owners() != order {
@@ -49,7 +57,7 @@ func TestLongsTakeTurns(t *testing.T) {
 		q.put(askedFor(from, 1))
 	}
 	want("a b c a b a")
-	if v := q.next(); v.from != "a-1" {
+	if v, _ := q.next(); v.from != "a-1" {
 		t.Errorf("the first is of %s", v.from)
 	}
 	q.put(askedFor("d", 1))
@@ -67,7 +75,8 @@ func TestLongsTakeTurns(t *testing.T) {
 	answered := ""
 	for i := range 6 { // new owners without an end keep f's second request out for a round
 		q.put(askedFor(core.AgentID(fmt.Sprint("new", i)), 1))
-		answered += " " + ownerOf(q.next().from)
+		v, _ := q.next()
+		answered += " " + ownerOf(v.from)
 	}
 	if answered != " f new0 new1 new2 f new3" {
 		t.Errorf("answered are%s", answered)
@@ -75,9 +84,10 @@ func TestLongsTakeTurns(t *testing.T) {
 }
 
 // TestLongsHaveABound: of all long requests that wait so many bytes are held, and one owner may have them all. If there is no room, the
-// newest of who has the most give way to who has less: as many as it needs, or none if that is not enough.
+// newest of who has the most give way to who has less: as many as it needs, or none if that is not enough. To an owner of whom nothing
+// waits the newest of those who have two give way too.
 func TestLongsHaveABound(t *testing.T) {
-	q := newLongs()
+	q := newLongs(time.Hour)
 	put := func(from core.AgentID, bytes int, dropped int, want string) {
 		t.Helper()
 		if n, _ := q.put(askedFor(from, bytes)); n != dropped || q.owners() != want {
@@ -93,16 +103,19 @@ func TestLongsHaveABound(t *testing.T) {
 	put("a-2", part, 1, "a a a a a a a a") // the key's agents together
 	put("b", part, 1, "a b a a a a a a")
 	put("c", 3*part, 3, "a b c a a a")
-	put("d", 3*part, 1, "a b c a a a") // only one of a's would give way to it
-	put("e", part, 1, "a b c e a a")
-	q.next()
-	put("e", part, 0, "b c e a e a")
-	put("e", part, 1, "b c e a e a") // it would have as much as c, which has the most
-	put("b", part, 1, "b e a e b a")
-	if q.bytes != 6*part || q.of["a"] != 2*part || q.of["b"] != 2*part || q.of["e"] != 2*part || q.of["c"] != 0 {
+	put("a-3", 3*part, 1, "a b c a a a") // c has less than it would have then
+	put("d", 3*part, 3, "a b c d")       // it has more than a, but nothing else
+	put("e", 7*part, 1, "a b c d")       // nobody has two
+	put("d", part, 1, "a b c d")         // it has the most already
+	put("e", part, 1, "a b d e")
+	put("e", part, 0, "a b d e e")
+	put("b", part, 0, "a b d e e b")
+	put("f", 2*part, 1, "a b e f e b") // d gives way, which has more, and not those who have two
+	want := map[string]waiting{"a": {1, part}, "b": {2, 2 * part}, "e": {2, 2 * part}, "f": {1, 2 * part}}
+	if q.bytes != 7*part || !maps.Equal(q.of, want) {
 		t.Errorf("%d bytes wait, of %v", q.bytes, q.of)
 	}
-	for v := q.next(); v != nil; v = q.next() {
+	for v, _ := q.next(); v != nil; v, _ = q.next() {
 	}
 	if q.bytes != 0 || len(q.of) != 0 || q.unanswered() != 0 {
 		t.Errorf("%d bytes of %v wait, and nothing does", q.bytes, q.of)
@@ -113,6 +126,72 @@ func TestLongsHaveABound(t *testing.T) {
 	if n, _ := q.put(askedFor("t", 1)); n != 1 || len(q.queue) != maxLongs {
 		t.Errorf("%d requests wait", len(q.queue))
 	}
+	q.next()
+	q.put(askedFor("s7", 1))
+	if n, _ := q.put(askedFor("t", 100)); n != 1 || len(q.queue) != maxLongs || q.of["t"].requests != 1 || q.of["s7"].requests != 1 {
+		t.Errorf("%d requests wait, of s7 %v, of t %v", len(q.queue), q.of["s7"], q.of["t"])
+	}
+}
+
+// TestLateLongs: a hello that has waited too long is late, and its turn goes to its owner's newest request, unless that is late too. What
+// is no hello is never late.
+func TestLateLongs(t *testing.T) {
+	q := newLongs(time.Hour)
+	put := func(from core.AgentID, late bool, req *wire.Request) {
+		t.Helper()
+		data, err := req.MarshalMsg(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		v := &asked{from: from, m: &nats.Msg{Data: data}}
+		if q.put(v); late {
+			v.came = v.came.Add(-2 * q.patience)
+		}
+	}
+	load := &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{}}
+	for _, from := range []core.AgentID{"a-1", "a-2", "a-3", "a-4", "b-1", "b-2", "c-1"} {
+		put(from, from != "a-4", longHello("e"))
+	}
+	put("d-1", true, load)
+	answered := ""
+	for v, late := q.next(); v != nil; v, late = q.next() {
+		answered += fmt.Sprint(" ", v.from)
+		if late {
+			answered += " late"
+		}
+	}
+	if want := " a-1 late a-4 b-1 late c-1 late d-1 a-2 late b-2 late a-3 late"; answered != want {
+		t.Errorf("answered are%s, want%s", answered, want)
+	}
+	if q.bytes != 0 || len(q.of) != 0 {
+		t.Errorf("%d bytes of %v wait, and nothing does", q.bytes, q.of)
+	}
+	for text, want := range map[string]bool{"": false, "k": false, "\x81\xa1k": false, "\x81\xa1h\x01": false, "\x81\xa1k\x01": true,
+		"\x81\xa1k\x02": false} {
+		if isHello([]byte(text)) != want {
+			t.Errorf("%q is a hello: %v", text, !want)
+		}
+	}
+}
+
+// TestLateHelloIsToldSo: a late hello is not handled, and its asker is told to ask again.
+func TestLateHelloIsToldSo(t *testing.T) {
+	s := newSealedPair(t)
+	first, release := longsHeld(s.prefill)
+	defer release()
+	var late sync.WaitGroup
+	late.Go(func() { _, _ = s.decode.Request(ctxOf(t, within), "", s.p, longHello("e")) })
+	<-first
+	late.Go(func() {
+		r, err := s.decode.Request(ctxOf(t, within), "", s.p, longHello("e"))
+		if err != nil || r.Code == 0 || r.Again != wire.AgainLater || !strings.Contains(r.Reason, "is overloaded") {
+			t.Errorf("%+v, %v", r, err)
+		}
+	})
+	longsQueued(t, s.prefill, 1)
+	s.prefill.longs.has(0)
+	release()
+	late.Wait()
 }
 
 // TestLongRequestsWait: at an agent's own server and in a cluster, one long request is answered at a time, and short ones beside it.
@@ -143,6 +222,7 @@ func TestLongRequestsWait(t *testing.T) {
 
 // longsHeld has an agent answer long requests when release is called. first is closed when the first of them is being answered.
 func longsHeld(prefill *Bus) (first chan struct{}, release func()) {
+	prefill.longs.has(time.Hour)
 	first, hold := make(chan struct{}), make(chan struct{})
 	came := sync.OnceFunc(func() { close(first) })
 	answer := core.Handler(func(_ core.Via, req *wire.Request) *wire.Reply {
@@ -176,18 +256,18 @@ func TestLongRequestIsOvertaken(t *testing.T) {
 	first, release := longsHeld(s.prefill)
 	defer release()
 	var long sync.WaitGroup
-	ask := func(req *wire.Request) {
+	ask := func(bound time.Duration, req *wire.Request) {
 		t.Helper()
-		if r, err := s.decode.Request(ctxOf(t, within), "", s.p, req); err != nil || r.Reason != "answer" {
+		if r, err := s.decode.Request(ctxOf(t, bound), "", s.p, req); err != nil || r.Reason != "answer" {
 			t.Errorf("%+v, %v", r, err)
 		}
 	}
-	long.Go(func() { ask(longHello("e")) })
+	long.Go(func() { ask(10*within, longHello("e")) }) // it waits for all short ones
 	<-first
-	long.Go(func() { ask(longHello("e")) })
+	long.Go(func() { ask(10*within, longHello("e")) }) // it waits for all short ones
 	longsQueued(t, s.prefill, 1)
 	for range 64 * (replayWords + 1) {
-		ask(hello("e"))
+		ask(within, hello("e"))
 	}
 	release()
 	long.Wait()
@@ -233,6 +313,7 @@ func TestCloseWhileLongRequestsWait(t *testing.T) {
 }
 
 func longsWait(t *testing.T, prefill *Bus, open func(name string) (*Bus, core.Via)) {
+	prefill.longs.has(time.Hour)
 	var now, most atomic.Int64
 	release := make(chan struct{})
 	let := sync.OnceFunc(func() { close(release) })

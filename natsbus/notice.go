@@ -39,3 +39,8 @@ func (i *Identity) readNotice(m []byte, from core.AgentID, request *mark) (code 
 func refuse(format string, args ...any) *wire.Reply {
 	return &wire.Reply{Code: int(core.Refused), Reason: fmt.Sprintf(format, args...)}
 }
+
+// later refuses what may be asked for again.
+func later(format string, args ...any) *wire.Reply {
+	return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: fmt.Sprintf(format, args...)}
+}

@@ -14,7 +14,7 @@ type refusals struct {
 	repeated atomic.Int64 // it has come before, or may have
 	foreign  atomic.Int64 // its session is another agent's
 	unknown  atomic.Int64 // its session is not known here
-	crowded  atomic.Int64 // of no session, of which too many wait
+	crowded  atomic.Int64 // of no session or long, and too many of these wait
 	strange  atomic.Int64 // it came as a request and is none, or as an answer and is not the agent's
 
 	lines struct{ plain, version ratelog.Limit } // for the log

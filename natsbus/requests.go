@@ -116,12 +116,16 @@ func (b *Bus) longCame(v asked) {
 // answerLongs answers the long requests that wait, one after the other, until there is none.
 func (b *Bus) answerLongs(q *longs) {
 	for b.ctx.Err() == nil {
-		v := q.next()
+		v, late := q.next()
 		if v == nil {
 			return
 		}
 		func() {
 			defer safe.Recover("natsbus.longs")
+			if late {
+				b.answer(v, later("agent %s is overloaded: this request has waited for more than %v behind other long ones", v.link.id, q.patience))
+				return
+			}
 			b.answer(v, b.handle(v.link, v.from, v.m))
 		}()
 	}
@@ -130,7 +134,7 @@ func (b *Bus) answerLongs(q *longs) {
 
 // refuseLongs tells all who wait that this agent is closing.
 func (b *Bus) refuseLongs(q *longs) {
-	for v := q.next(); v != nil; v = q.next() {
+	for v, _ := q.next(); v != nil; v, _ = q.next() {
 		b.answer(v, refuse("agent %s is closing", v.link.id))
 	}
 }

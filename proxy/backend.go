@@ -29,6 +29,7 @@ type server struct {
 	mu      sync.Mutex
 	seen    bool // has been up once, in this role
 	up      bool
+	ups     uint64          // how many times it has come up
 	turned  bool            // it has the other role by now
 	reason  string          // why it is not up
 	ranks   []rank          // the last ranks known; a server without a table of ranks has one rank
@@ -109,6 +110,9 @@ func (s *server) setUp(ranks []rank) (wasUp, changed bool) {
 		}
 	}
 	wasUp, changed = s.up, !slices.Equal(s.ranks, ranks)
+	if !wasUp {
+		s.ups++
+	}
 	s.seen, s.up, s.turned, s.reason, s.ranks = true, true, false, "", ranks
 	return wasUp, changed
 }
@@ -170,10 +174,20 @@ func (t target) untilTurned(ctx context.Context) (_ context.Context, stop func()
 	return ctx, func() { unhook() }
 }
 
-// setDown notes why the server is not up, and reports whether it was up.
-func (s *server) setDown(reason string) (wasUp bool) {
+// times is how many times the server has come up.
+func (s *server) times() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	return s.ups
+}
+
+// setDown notes why the server is not up, unless it has come up since it had done so many times, and reports whether it was up.
+func (s *server) setDown(since uint64, reason string) (wasUp bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ups != since {
+		return false
+	}
 	wasUp = s.up
 	s.up, s.reason = false, reason
 	return wasUp

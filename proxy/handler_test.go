@@ -3,7 +3,6 @@ package proxy
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -357,7 +356,7 @@ func TestRestartedPrefillIsAskedBeforeItIsUsed(t *testing.T) {
 	r := newRouter(t, Config{Prefill: []Prefill{p.prefill(t)}, Decode: []string{d.URL}, RetryInterval: time.Hour, RefreshInterval: time.Hour})
 	r.waitReady(t)
 	p.register(t, "new")
-	r.noteDown(r.balancer.prefill.servers[0], errors.New("connection reset"))
+	r.fails(r.balancer.prefill.servers[0])
 	r.post(t, `{}`)
 	if got := d.next(t).params(t)["remote_engine_id"]; got != "new" {
 		t.Errorf("engine id %v", got)

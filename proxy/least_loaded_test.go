@@ -60,7 +60,7 @@ func TestPick(t *testing.T) {
 		}
 		s.setUp(ranks)
 		if !up {
-			s.setDown("gone")
+			s.setDown(s.times(), "gone")
 		}
 		return s
 	}

@@ -185,22 +185,37 @@ func (p *Proxy) route(w http.ResponseWriter, client context.Context, r *request)
 // choose says where an attempt goes, and reports whether there is such a pair.
 func (p *Proxy) choose(client context.Context, a *attempt, h *history) bool {
 	pick := func() (ok bool) {
+		a.prefill, a.decode = target{}, target{}
 		if a.prefill, ok = p.balancer.prefill.pick(p.balancer.policy, h.refuse, h.avoid); !ok {
 			return false
 		}
 		a.decode, ok = p.balancer.decode.pick(p.balancer.policy, h.refuse, h.avoid)
 		return ok && !h.triedPair(a.prefill, a.decode)
 	}
-	ok := pick()
-	if a.prefill.server == nil {
-		return ok
+	// A restarted engine has another id than the remembered one, and may have another role. So a server that counts as down is
+	// asked before it is used, and P also before it is given up. What is chosen then may be down too.
+	var asked []*server
+	for {
+		ok := pick()
+		again := false
+		for _, s := range []*server{a.prefill.server, a.decode.server} {
+			if s == nil || again || slices.Contains(asked, s) || !s.doubtful(!ok && a.number > 0) {
+				continue
+			}
+			asked = append(asked, s)
+			again = p.askAgain(client, s)
+		}
+		if !again {
+			return ok
+		}
 	}
-	// A restarted engine has another id than the remembered one. So a server that counts as
-	// down is asked before it is used, and before it is given up.
-	if _, up, _, _ := a.prefill.server.state(); (!up || !ok && a.number > 0) && p.askAgain(client, a.prefill.server) {
-		ok = pick()
-	}
-	return ok
+}
+
+// doubtful reports whether a server may be another one than the router knows, or have another role: it counts as down, or its id may be
+// out of date and is tried in vain.
+func (s *server) doubtful(inVain bool) bool {
+	_, up, _, _ := s.state()
+	return s.role == prefillRole && (!up || inVain) || s.told != nil && !up
 }
 
 // chooseShort says which D gets the first attempt of a small request, without a P. The next attempts go to pairs.

@@ -259,11 +259,12 @@ func (p *Proxy) send(ctx context.Context, a *attempt, t target, body *sent) (*ht
 	if t.dp != unranked && p.cfg.Contract != SGLang { // SGLang's engines are told in the body
 		req.Header["X-Data-Parallel-Rank"] = []string{strconv.Itoa(t.dp)}
 	}
+	since := t.server.times()
 	resp, err := p.client.Do(req)
 	body.letGo()
 	if err != nil {
 		if ctx.Err() == nil {
-			p.noteDown(t.server, err)
+			p.noteDown(t.server, since, err)
 		}
 		return nil, t.failed(err)
 	}

@@ -34,21 +34,27 @@ func (p *Proxy) watch(ctx context.Context, s *server) {
 			return
 		case <-timer.C:
 		}
-		err := p.ask(ctx, s)
+		pause := p.look(ctx, s)
 		if ctx.Err() != nil {
 			return
 		}
-		var other *otherRole
-		switch {
-		case err == nil, errors.As(err, &other):
-			timer.Reset(p.cfg.RefreshInterval)
-		case errors.Is(err, errOvertaken):
-			timer.Reset(p.cfg.RetryInterval)
-		default:
-			p.noteDown(s, err)
-			timer.Reset(p.cfg.RetryInterval)
-		}
+		timer.Reset(pause)
 	}
+}
+
+// look asks a server, notes what it finds, and says how long that is good for.
+func (p *Proxy) look(ctx context.Context, s *server) time.Duration {
+	since := s.times()
+	err := p.ask(ctx, s)
+	var other *otherRole
+	switch {
+	case ctx.Err() != nil, errors.Is(err, errOvertaken):
+	case err == nil, errors.As(err, &other):
+		return p.cfg.RefreshInterval
+	default:
+		p.noteDown(s, since, err)
+	}
+	return p.cfg.RetryInterval
 }
 
 // askAgain asks a server between its probes, for a request that waits, and reports whether the choice may be another one by now.
@@ -101,9 +107,10 @@ func (p *Proxy) noteTurned(s *server, err error) {
 	say("server has changed its role", serverFields(s, err)...)
 }
 
-// noteDown takes a server out of the choice until its next good probe.
-func (p *Proxy) noteDown(s *server, err error) {
-	if s.setDown(err.Error()) {
+// noteDown takes a server out of the choice until its next good probe. What failed began when the server had come up so many times: if
+// the server has come up since, the failure is of the one before.
+func (p *Proxy) noteDown(s *server, since uint64, err error) {
+	if s.setDown(since, err.Error()) {
 		p.log.Warn("server is down", serverFields(s, err)...)
 	}
 }

@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 )
 
 // The bytes for a D go by as many of its streams as pay between these two hosts. One stream fills a slow link, several fill a
@@ -17,7 +16,7 @@ import (
 // into P's socket buffers first. A stream that has rested has empty ones, which take bytes at the speed of memory. So by the
 // bytes that P writes, one stream more would seem to pay on any link. D's socket buffers take bytes at that speed too, and D's
 // kernel acknowledges them. So nothing counts until P has written what the buffers of all streams in use hold: after another
-// number came into use, after a stream has opened or ended, and after a stream had nothing to send.
+// number came into use, after a stream has opened, ended or turned out to be of no use, and after a stream had nothing to send.
 
 const (
 	// settleFrames whole frames for each stream in use are written before anything counts: 10 MiB. That is what Linux gives a
@@ -39,12 +38,12 @@ type breadth struct {
 	use     int    // streams that take frames, if so many are open
 	found   int    // the number that paid best
 	tries   int    // the number that is compared with it; 0: no trial goes on
-	most    int    // D opens no more, as far as is known; 0: not known
-	missing int    // the number found before D had fewer streams; 0: a trial has found another since, or D has as many
+	most    int    // so many were open when D was asked for one more, and none above them was measured since; 0: D is to be asked
+	missing int    // the number found before D had fewer streams; 0: a trial has found another since, or D has had as many
 	less    bool   // the next trial is of one less
 	pause   int    // measurements from one trial to the next
 	wait    int    // those that are left of it
-	asked   bool   // D was asked for a further stream
+	asked   bool   // D was asked for a further stream just now
 	rate    float64
 	ratios  []float64
 
@@ -139,16 +138,16 @@ func (b *breadth) try(open int) (ask bool) {
 	more := !b.less || b.found == 1
 	if more && b.found >= open {
 		switch {
-		case b.asked: // and D has opened none
-			b.asked, b.most = false, open
+		case b.asked: // and D has opened none that lives
 		case b.most == 0 || open < b.most:
-			b.asked, b.wait = true, 1
+			b.asked, b.most, b.wait = true, open, 1
 			return true
 		case b.pause == longestPause: // D is asked again one pause later: the word may have been lost
 			b.most = 0
 		}
 		more = false
 	}
+	b.asked = false
 	switch {
 	case more:
 		b.tries = b.found + 1
@@ -168,12 +167,17 @@ func (b *breadth) decide() {
 		least = worthOneLess
 	}
 	found := b.found
+	if max(found, b.tries) > b.most { // D had more, and they lived
+		b.most = 0
+	}
 	if b.less = b.tries < b.found; ratio >= least {
 		found, b.pause = b.tries, shortestPause
 	} else {
 		b.less, b.pause = !b.less, min(2*b.pause, longestPause)
 	}
-	b.missing = 0
+	if found != b.found {
+		b.missing = 0
+	}
 	b.finds(found)
 }
 
@@ -199,11 +203,11 @@ func (b *breadth) lacks(open int) {
 
 // opened says that so many streams can be used now. Those that were missing are used again.
 func (b *breadth) opened(open int) {
-	if b.asked = false; open > b.most {
-		b.most = 0
-	}
 	if b.found < open && open <= b.missing {
 		b.finds(open)
+	}
+	if open >= b.missing {
+		b.missing = 0
 	}
 	b.breaks()
 }
@@ -212,20 +216,21 @@ func (b *breadth) opened(open int) {
 // call writes to the stream.
 func meter(streams []*outStream) (r reading) {
 	for _, st := range streams {
-		_ = st.raw.Control(func(fd uintptr) { // an error means that the stream has ended: the reading does not count then
-			if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
-				r.acked += info.Bytes_acked
-			}
-		})
+		if info := st.info(); info != nil { // else the stream has ended: the reading does not count then
+			r.acked += info.Bytes_acked
+		}
 	}
 	r.at = time.Now()
 	return r
 }
 
-// usable are the streams that can take frames: those that are open, but for the ones that P has shut; sender.mu is held.
+// able says whether a stream can take frames; sender.mu is held.
+func (st *outStream) able() bool { return st != nil && !st.shut && !st.deaf }
+
+// usable are the streams that can take frames; sender.mu is held.
 func (p *outPeer) usable() (streams []*outStream) {
 	for i := range p.slots {
-		if st := p.slots[i].stream; st != nil && !st.shut {
+		if st := p.slots[i].stream; st.able() {
 			streams = append(streams, st)
 		}
 	}
@@ -236,11 +241,11 @@ func (p *outPeer) usable() (streams []*outStream) {
 func (p *outPeer) uses(st *outStream) bool {
 	before := 0
 	for i := range p.slots[:st.number] {
-		if other := p.slots[i].stream; other != nil && !other.shut {
+		if p.slots[i].stream.able() {
 			before++
 		}
 	}
-	return before < p.breadth.use
+	return st.able() && before < p.breadth.use
 }
 
 // unopened is the first number of which no stream is open, -1 if all are; sender.mu is held.

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"runtime/pprof"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -73,6 +75,30 @@ func (w *narrow) carry(d, p net.Conn) {
 	}
 }
 
+// state is what an agent knows of a peer's streams and transfers, and what its goroutines do.
+func (a *agent) state(peer core.AgentID) string {
+	s, out := &a.sender, &strings.Builder{}
+	s.mu.Lock()
+	p := s.peers[peer]
+	fmt.Fprintf(out, "%d transfers of %d are in the queue; asks: %v; %+v\n", len(p.queue), len(p.byGrant), p.asks, p.breadth)
+	for _, o := range p.byGrant {
+		fmt.Fprintf(out, "%s: %d bytes left, %d frames under way, waits by %+v\n", o.id, o.left, o.frames, o.wait)
+	}
+	var streams []*outStream
+	for i := range p.slots {
+		if st := p.slots[i].stream; st != nil {
+			streams = append(streams, st)
+			fmt.Fprintf(out, "stream %d: in use: %v, shut: %v, deaf: %v, named stuck: %v\n", i, p.uses(st), st.shut, st.deaf, p.stuck == st)
+		}
+	}
+	s.mu.Unlock()
+	for _, st := range streams {
+		fmt.Fprintf(out, "stream %d: %+v\n", st.number, st.info())
+	}
+	_ = pprof.Lookup("goroutine").WriteTo(out, 2) // into memory: no error
+	return out.String()
+}
+
 // BenchmarkSlowLink is transfers over a link that one stream fills: how many streams are found, in the end and at most.
 func BenchmarkSlowLink(b *testing.B) {
 	for _, rate := range []float64{50e6} {
@@ -86,7 +112,10 @@ func BenchmarkSlowLink(b *testing.B) {
 			b.SetBytes(testBlocks * testBlock)
 			most, found := 0, 0
 			ends := func(i int) {
-				if o := p.sink.Wait("written", core.TransferID(fmt.Sprint(i)), 1); o.Err != nil {
+				id := core.TransferID(fmt.Sprint(i))
+				late := time.AfterFunc(bound-5*time.Second, func() { b.Log(p.state("d")) }) // Wait fails soon after
+				defer late.Stop()
+				if o := p.sink.Wait("written", id, 1); o.Err != nil {
 					b.Fatal(o.Err)
 				}
 				p.sender.mu.Lock()

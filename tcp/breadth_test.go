@@ -102,6 +102,59 @@ func TestBreadthOfOne(t *testing.T) {
 	}
 }
 
+// TestStreamThatDiesAtOnce: if each further stream of D's dies before it is measured, P asks for it ever less often, and finds out
+// nevertheless that fewer streams pay as much.
+func TestStreamThatDiesAtOnce(t *testing.T) {
+	for when, dies := range map[string]func(*search) bool{
+		"at once":         func(s *search) bool { return true },
+		"in its trial":    func(s *search) bool { return s.use > 2 },
+		"after its trial": func(s *search) bool { return s.wait == s.pause },
+	} {
+		s := newSearch(2, 2)
+		asks := 0
+		for range 4000 {
+			if s.open > 2 && dies(s) {
+				if s.open--; s.use > s.open {
+					s.lacks(s.open)
+				}
+				s.breaks()
+			}
+			if _, ask := s.measured(1, s.open); ask {
+				asks++
+				s.open++
+				s.opened(s.open)
+			}
+		}
+		if s.found != 1 || asks < 1 || asks > 40 {
+			t.Errorf("%s: %d streams are found, and D was asked %d times in 4000 measurements", when, s.found, asks)
+		}
+	}
+}
+
+// TestBreadthOfMissing: the streams that D has lost are used again when they come back, also if P has tried others meanwhile. They are
+// not if P has found meanwhile that another number pays, or if D has had them since.
+func TestBreadthOfMissing(t *testing.T) {
+	for what, c := range map[string]struct {
+		rates []float64
+		found int // of six
+	}{"two pay": {[]float64{1, 2}, 6}, "one pays": {[]float64{1}, 1}} {
+		s := newSearch(6, 2)
+		s.open = 2
+		s.lacks(s.open)
+		s.goes(t, c.rates, 0, 100)
+		if s.opened(6); s.found != c.found {
+			t.Errorf("%s: %d streams are found, want %d", what, s.found, c.found)
+		}
+	}
+	s := newSearch(6, 6)
+	s.lacks(2)
+	s.opened(6)
+	s.finds(3) // as a trial does
+	if s.opened(6); s.found != 3 {
+		t.Errorf("%d streams are found, want 3", s.found)
+	}
+}
+
 // sees hands over a reading of the round.
 func (b *breadth) sees(at time.Duration, acked uint64, open int) (rate float64, measured bool) {
 	return b.read(b.round, reading{time.Unix(0, 0).Add(at), acked}, open)

@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"net/netip"
+	"slices"
 
 	"go.uber.org/zap"
 
@@ -82,17 +83,18 @@ func (s *sender) greedy(than *outPeer) (gives *outStream) {
 	return gives
 }
 
-// idle is a stream of which no transfer has frames, of those that may be chosen; nil if there is none.
-func (p *outPeer) idle(may func(*outStream) bool) *outStream {
-	for n := range p.slots {
-		st := p.slots[n].stream
+// idle is a stream of which no transfer has frames, of those that may be chosen; nil if there is none. It is one that cannot take
+// frames, if there is one; else that of the highest number, since the lowest ones are in use. sender.mu is held.
+func (p *outPeer) idle(may func(*outStream) bool) (gives *outStream) {
+	for n, slot := range slices.Backward(p.slots[:]) {
+		st := slot.stream
 		busy := st == nil || !may(st)
 		for _, out := range p.byGrant {
 			busy = busy || out.sentOn(n)
 		}
-		if !busy {
-			return st
+		if !busy && (gives == nil || gives.able() && !st.able()) {
+			gives = st
 		}
 	}
-	return nil
+	return gives
 }

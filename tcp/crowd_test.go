@@ -88,3 +88,37 @@ func TestStreamsInUseStay(t *testing.T) {
 		t.Errorf("%d streams are open", n)
 	}
 }
+
+// TestStreamsThatRestMakeRoom: of an agent's streams without frames of a transfer one that P has shut makes room first, and then the
+// last ones, since the first ones are in use.
+func TestStreamsThatRestMakeRoom(t *testing.T) {
+	leaktest.Check(t)
+	p := newAgent(t, Config{First: 1, MaxStreams: 4, MaxGreeting: 16})
+	for i := range 4 {
+		dial(t, p).say(p.hello(t, "greedy", i, uint64(1+i), 0))
+	}
+	until(t, "all places are taken", func() bool { return p.streams() == 4 })
+	comes := func(name core.AgentID, want string) {
+		t.Helper()
+		dial(t, p).say(p.hello(t, name, 0, 1, 0))
+		until(t, "it has a place", func() bool {
+			p.sender.mu.Lock()
+			defer p.sender.mu.Unlock()
+			return p.sender.peers[name].open == 1
+		})
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		var left []int
+		for i := range p.sender.peers["greedy"].slots {
+			if st := p.sender.peers["greedy"].slots[i].stream; st != nil {
+				left = append(left, st.number)
+				st.shut = i == 1
+			}
+		}
+		if fmt.Sprint(left) != want {
+			t.Errorf("%s has come, and the streams %v are left, want %s", name, left, want)
+		}
+	}
+	comes("late", "[0 1 2]")
+	comes("later", "[0 2]")
+}

@@ -69,7 +69,7 @@ func (s *sender) hear(st *outStream, err error) {
 	if !s.untold(st, err) {
 		return
 	}
-	late := time.NewTimer(step)
+	late := time.NewTimer(s.late)
 	defer late.Stop()
 	select {
 	case <-st.life.Done():
@@ -86,10 +86,7 @@ func (s *sender) untold(st *outStream, err error) bool {
 }
 
 // closed says whether the kernel has closed the connection: both ends have, or it was given up.
-func (st *outStream) closed() (yes bool) {
-	_ = st.raw.Control(func(fd uintptr) { // an error means that the descriptor is closed
-		info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
-		yes = err == nil && info.State == unix.BPF_TCP_CLOSE
-	})
-	return yes
+func (st *outStream) closed() bool {
+	info := st.info()
+	return info != nil && info.State == unix.BPF_TCP_CLOSE
 }

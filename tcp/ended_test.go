@@ -50,6 +50,7 @@ func TestCauseOfAnEnd(t *testing.T) {
 	for _, vague := range []error{io.EOF, syscall.EPIPE} {
 		leaktest.Check(t)
 		p := newAgent(t, Config{StallTimeout: time.Minute})
+		p.sender.late = bound
 		st, far := p.halfStream(t)
 		far.SetLinger(0)
 		far.Close() // at once, by a reset

@@ -10,7 +10,8 @@ import (
 
 // One of several streams can be dead while the others live: a cable of a bundle, one path
 // of many. The kernel finds out after StallTimeout. P knows sooner, by looking at the
-// bytes that D's kernel has acknowledged, and D opens that stream anew.
+// bytes that D's kernel has acknowledged, and has D open that stream anew. D may be unable to
+// for as long as the way is dead. So the stream is deaf until it moves: it takes no frames.
 
 // lookEvery is the time between two looks, stuckLooks how many of them see a stream
 // without progress before it counts as stuck.
@@ -35,11 +36,11 @@ func (s *sender) look() {
 	var streams []*outStream
 	s.mu.Lock()
 	for _, p := range s.peers {
-		if len(p.byGrant) == 0 || p.open < 2 {
+		if len(p.byGrant) == 0 {
 			continue
 		}
 		for i := range p.slots {
-			if st := p.slots[i].stream; st != nil {
+			if st := p.slots[i].stream; st != nil && (p.open > 1 || st.deaf) {
 				streams = append(streams, st)
 			}
 		}
@@ -47,9 +48,7 @@ func (s *sender) look() {
 	s.mu.Unlock()
 	infos := make([]*unix.TCPInfo, len(streams))
 	for i, st := range streams {
-		_ = st.raw.Control(func(fd uintptr) { // an error means that it has ended
-			infos[i], _ = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
-		})
+		infos[i] = st.info()
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -61,16 +60,21 @@ func (s *sender) look() {
 		if infos[i].Bytes_acked != st.acked {
 			moving[st.peer] = true
 			st.acked, st.still = infos[i].Bytes_acked, 0
+			if st.peer.stuck == st {
+				st.peer.stuck = nil
+			}
+			st.turns(false)
 		} else if st.still++; infos[i].Unacked == 0 && infos[i].Notsent_bytes == 0 {
 			st.still = 0
 		}
 	}
 	for i, st := range streams {
 		// A D that takes no bytes is slow on all its streams alike. If nothing comes back at
-		// all, the way is dead.
-		dead := infos[i] != nil && infos[i].Retransmits > 0
-		if st.still >= stuckLooks && (dead || moving[st.peer]) && st.peer.stuck == nil {
+		// all, not even a closed window's answer to a probe, the way is dead.
+		dead := infos[i] != nil && (infos[i].Retransmits > 0 || infos[i].Probes > 1)
+		if st.still >= stuckLooks && (dead || moving[st.peer]) && st.peer.stuck == nil && st.peer.open > 1 {
 			st.still, st.peer.stuck = 0, st
+			st.turns(true)
 			st.peer.wake.Broadcast()
 		}
 	}
@@ -80,4 +84,26 @@ func (s *sender) look() {
 		return
 	}
 	s.patrol.Reset(lookEvery)
+}
+
+// info is what the kernel says of a stream; nil if the stream has ended.
+func (st *outStream) info() (info *unix.TCPInfo) {
+	_ = st.raw.Control(func(fd uintptr) { // an error means that the descriptor is closed
+		info, _ = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+	})
+	return info
+}
+
+// turns has other streams take frames in a deaf one's place, or lets it take frames again; s.mu is held.
+func (st *outStream) turns(deaf bool) {
+	if st.deaf == deaf {
+		return
+	}
+	p := st.peer
+	if st.deaf = deaf; deaf {
+		p.breadth.breaks()
+	} else {
+		p.breadth.opened(len(p.usable()))
+	}
+	p.wake.Broadcast()
 }

@@ -153,3 +153,92 @@ func TestAskedToOpenAgain(t *testing.T) {
 		t.Errorf("stream %d, attempt %d was opened, want a newer one of %d", n, next, number)
 	}
 }
+
+// inUse has P write a transfer by two frames to a D of two streams, of which one is in use and takes no more than its buffers hold, and
+// the other rests. What D says and reads is up to the test.
+func inUse(t *testing.T, before func(used *rawConn)) (p *agent, used, rests *rawConn) {
+	t.Helper()
+	p = newAgent(t, Config{First: 1, FrameBytes: testBlocks * testBlock / 2, StallTimeout: time.Hour, DialTimeout: time.Hour})
+	used, rests = dial(t, p), dial(t, p)
+	used.say(p.hello(t, "d", 0, 7, 0))
+	rests.say(p.hello(t, "d", 1, 8, 0))
+	until(t, "both streams are open", func() bool { return p.streams() == 2 })
+	before(used)
+	grant := newRandom()
+	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	return p, used, rests
+}
+
+// goesOn checks that D is told to open the stream in use anew, and gets the second half by the one that has rested.
+func goesOn(t *testing.T, rests *rawConn) {
+	t.Helper()
+	h := rests.next()
+	if number, attempt := h.stream(); h.kind != frameAgain || number != 0 || attempt != 7 {
+		t.Fatalf("told %+v", h)
+	}
+	for h = rests.next(); h.kind == frameAgain; h = rests.next() { // the patrol may have looked once more
+	}
+	if h.kind != frameData || h.position != testBlocks*testBlock/2 {
+		t.Errorf("told %+v", h)
+	}
+}
+
+// TestDeadWayInUse: if the way of the one stream in use dies, and D cannot open that stream anew, a stream that rests is used.
+func TestDeadWayInUse(t *testing.T) {
+	leaktest.Check(t)
+	_, _, rests := inUse(t, func(used *rawConn) { deafen(t, used.Conn) })
+	goesOn(t, rests)
+}
+
+// TestDeadWayAtAClosedWindow: so it is if the way dies when D's buffers are full. P has nothing to send again, and its probes bring
+// nothing.
+func TestDeadWayAtAClosedWindow(t *testing.T) {
+	leaktest.Check(t)
+	p, used, rests := inUse(t, func(*rawConn) {})
+	if h := used.next(); h.kind != frameData {
+		t.Fatalf("told %+v", h)
+	}
+	st := p.stream(t, "d")
+	until(t, "D's buffers are full", func() bool {
+		info := st.info()
+		return info != nil && info.Unacked == 0 && info.Notsent_bytes > 0 && info.Backoff > 0 // P has probed
+	})
+	deafen(t, used.Conn)
+	goesOn(t, rests)
+}
+
+// TestDeafStreamHears: a stream that moves again takes frames again, also if it is the only one by then.
+func TestDeafStreamHears(t *testing.T) {
+	leaktest.Check(t)
+	p, used, rests := inUse(t, func(used *rawConn) { deafen(t, used.Conn) })
+	goesOn(t, rests)
+	rests.Close()
+	until(t, "one stream is left", func() bool { return p.streams() == 1 })
+	hearing(t, used.Conn)
+	h := used.next()
+	if h.kind != frameData {
+		t.Fatalf("told %+v", h)
+	}
+	if _, err := io.CopyN(io.Discard, used, int64(h.length)); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "it takes frames", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		d := p.sender.peers["d"]
+		return d.uses(d.slots[0].stream)
+	})
+}
+
+// hearing ends what deafen has done.
+func hearing(t *testing.T, c net.Conn) {
+	t.Helper()
+	raw, err := c.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	control := raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0) })
+	if control != nil || err != nil {
+		t.Fatal(control, err)
+	}
+}

@@ -43,6 +43,9 @@ func (s *sender) resume(out *outbound, number int, received uint64) {
 	if !out.stuck() {
 		s.stopWaiting(out)
 	}
+	if w, most := out.wait, s.t.cfg.DialTimeout; w != nil && !w.lives && w.bound < most { // D lives, so it dials the streams that are missing
+		w.lives, w.left, w.bound = true, w.left+most-w.bound, most
+	}
 }
 
 // lose arranges that the bytes of a number's frames which D has not received are sent
@@ -124,6 +127,7 @@ type wait struct {
 	timer *time.Timer
 	bound time.Duration
 	left  time.Duration // of bound
+	lives bool          // bound was raised, since D has come back by another stream: once, since D's streams may break without an end
 	cause error
 }
 

@@ -32,6 +32,7 @@ type sender struct {
 	patrol    *time.Timer  // while there are transfers; see look
 	strangers strangers
 	grace     time.Duration              // see returnGrace
+	late      time.Duration              // see hear
 	meter     func([]*outStream) reading // see meter
 	closed    bool
 }
@@ -48,7 +49,7 @@ type outPeer struct {
 	asks    bool        // D is to open one more
 	queue   []*outbound // that have a frame to send; served in turn
 	byGrant map[random]*outbound
-	wake    *sync.Cond // on sender.mu: the queue has more, or a stream ended
+	wake    *sync.Cond // on sender.mu: a stream has something to do, or may have: queue, asks, stuck, what takes frames, the end of a stream
 }
 
 // outSlot is what P knows of D's streams of one number.
@@ -67,6 +68,7 @@ type outStream struct {
 	offset uint64 // of the next frame, as D counts received bytes
 	dead   bool
 	shut   bool            // P has said that it writes no more
+	deaf   bool            // it makes no progress: D is to open it anew, and others are used meanwhile
 	life   context.Context // ends when dead is set
 	end    func()          // ends it
 	acked  uint64          // bytes that D's kernel had acknowledged at the last look
@@ -82,7 +84,7 @@ type outStream struct {
 }
 
 func (s *sender) init(t *Transport) {
-	s.t, s.grace, s.meter = t, returnGrace, meter
+	s.t, s.grace, s.late, s.meter = t, returnGrace, step, meter
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -306,7 +308,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		switch {
 		case st.dead || s.closed:
 			return nil, 0
-		case p.stuck != nil && p.stuck != st:
+		case p.stuck != nil && p.stuck != st && !st.deaf: // D would not hear it
 			stuck := p.stuck
 			p.stuck = nil
 			if !stuck.dead {
@@ -314,7 +316,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
-		case p.asks:
+		case p.asks && !st.deaf:
 			p.asks = false
 			if n := p.unopened(); n > 0 {
 				h := again(n, 0)
