@@ -23,7 +23,9 @@ if [[ -z $(found) ]]; then
   mkdir -p "$out/lists/partial" "$out/cache/archives/partial"
   echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $site $release non-free" >"$out/sources.list"
   options=(-q -o Acquire::Retries=3 -o Dir::Etc::SourceList="$out/sources.list" -o Dir::Etc::SourceParts=/dev/null -o Dir::State::Lists="$out/lists" -o Dir::Cache="$out/cache" -o APT::Sandbox::User=root)
-  (cd "$out" && timeout 120 apt-get "${options[@]}" update && timeout 120 apt-get "${options[@]}" download libcuda1) >"$out/log" 2>&1 || { echo "apt-get could not download libcuda1 of $release" >"$out/lacks"; lack "$(<"$out/lacks")"; }
+  pin=$PWD/scripts/debian-pin.sh
+  download() { cd "$out" && timeout 120 apt-get "${options[@]}" update && timeout 120 apt-get "${options[@]}" download "$("$pin" "${options[@]}" -- libcuda1)"; }
+  (download) >"$out/log" 2>&1 || { echo "apt-get could not download libcuda1 of $release" >"$out/lacks"; lack "$(<"$out/lacks")"; }
   dpkg -x "$out"/libcuda1_*.deb "$out/unpacked"
   rm -rf "$out"/libcuda1_*.deb "$out/lists" "$out/cache"
   [[ -n $(found) ]] || lack "the package libcuda1 has no libcuda"

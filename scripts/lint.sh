@@ -15,7 +15,7 @@ go generate ./wire
 [[ $before == "$(sha256sum wire/wire_gen.go)" ]] || { echo "wire/wire_gen.go was not up to date: commit it" >&2; exit 1; }
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check . || { echo "run: ruff format ." >&2; exit 1; }
-"$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/test_notices.py scripts/test_check_docs.py scripts/test_check_lengths.py scripts/test_check_faults.py scripts/test_digest.py scripts/test_environment.py scripts/test_machines.py scripts/test_run_page.py
+"$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/test_notices.py scripts/test_check_docs.py scripts/test_check_lengths.py scripts/test_check_faults.py scripts/test_debian_pin.py scripts/test_digest.py scripts/test_environment.py scripts/test_machines.py scripts/test_run_page.py
 "$venv/bin/python" scripts/check-notices.py
 "$venv/bin/python" scripts/check-lengths.py
 "$venv/bin/python" scripts/check-docs.py

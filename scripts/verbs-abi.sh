@@ -8,7 +8,9 @@ headers=${KVCONN_VERBS_HEADERS:-/usr/include}
 if [[ ! -e $headers/infiniband/verbs.h ]]; then
   headers=$out/unpacked/usr/include
   rm -rf "$out" && mkdir -p "$out"
-  fetch() { cd "$out" && { apt-get download -qq libibverbs-dev || { apt-get update -qq -o Acquire::Retries=3 && apt-get download -qq -o Acquire::Retries=3 libibverbs-dev; }; } && dpkg -x libibverbs-dev_*.deb unpacked; }
+  pin=$PWD/scripts/debian-pin.sh
+  download() { apt-get download -qq -o Acquire::Retries=3 "$("$pin" -- libibverbs-dev)"; }
+  fetch() { cd "$out" && { download || { apt-get update -qq -o Acquire::Retries=3 && download; }; } && dpkg -x libibverbs-dev_*.deb unpacked; }
   if ! (fetch) 2>"$out/log" || [[ ! -e $headers/infiniband/verbs.h ]]; then
     cat "$out/log" >&2
     printf '%s\n' "############" "## verbs-abi: NOT RUN. There is no infiniband/verbs.h, and apt-get could not download libibverbs-dev (as root: apt-get update)." \
