@@ -78,6 +78,7 @@ static void set_count(struct slot *s, uint32_t n) {
 }
 
 static void wake(struct slot *s) {
+  if (s->event_fd < 0) return; /* the agent is closed, and the number may be another file's by now */
   ssize_t ignored = write(s->event_fd, &(uint64_t){1}, 8); /* fails only when the counter is full, and then it is readable */
   (void)ignored;
 }
@@ -135,6 +136,7 @@ void slot_close(kvconn_agent agent) {
   set_count(s, 0);
   wake(s); /* a thread that polls must not wait for ever */
   close(s->event_fd);
+  s->event_fd = -1;
   free(s->ring);
   s->ring = NULL;
   free(s->device_of);

@@ -1,5 +1,5 @@
-/* What slots.h says of the marks of written regions, of an agent that has regions in host memory and on a device; and of its close while a
-   thread takes a moment. */
+/* What slots.h says of the marks of written regions, of an agent that has regions in host memory and on a device; and of its close, and of
+   poison, while a thread takes a moment. */
 #include <errno.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include "../slots.h"
 
@@ -122,18 +123,33 @@ static void closes_beside_a_moment(const uint8_t *of_region) {
   slot_close(next);
 }
 
-int main(void) {
-  const uint8_t of_region[REGIONS] = {0, 1, 0, 1, 0, 1};
+/* An agent is closed while a thread takes a moment, and its event's number is another file's then. Poison writes nothing into that file. */
+static void poison_beside_a_moment(const uint8_t *of_region) {
+  kvconn_agent agent = slot_open(CAPACITY);
+  int event = slot_event_fd(agent), ends[2];
+  uint64_t opened = 0, byte = 0;
+  EXPECT(event >= 0 && pipe(ends) == 0);
+  pthread_mutex_lock(&stands);
+  pthread_t engine = goes_in(&agent, of_region);
+  slot_forget_devices(agent, &opened);
+  slot_close(agent);
+  EXPECT(dup2(ends[1], event) == event && close(ends[1]) == 0);
+  slots_poison();
+  EXPECT(close(event) == 0 && read(ends[0], &byte, sizeof byte) == 0 && close(ends[0]) == 0);
+  pthread_mutex_unlock(&stands);
+  EXPECT(pthread_join(engine, NULL) == 0);
+}
+
+static void marks(const uint8_t *of_region) {
   const struct slot_device device = {record, NULL};
   kvconn_agent agent = slot_open(CAPACITY);
   EXPECT(agent != 0);
-  closes_beside_a_moment(of_region);
   slot_set_regions(agent, REGIONS);
   EXPECT(slot_set_devices(agent, of_region, &device, 1) == 0);
   volatile uint8_t *written = slot_written_address(agent);
   if (written == NULL) {
     fputs("## marks of host memory: NOT RUN: membarrier(2) is refused here\n", stderr);
-    return failures != 0;
+    return;
   }
 
   uint64_t moment = 0;
@@ -167,5 +183,12 @@ int main(void) {
 
   slot_close(agent);
   EXPECT(slot_mark_written(agent, (const uint32_t[]){1}, 1, 14) == -1 && slot_written_address(agent) == NULL);
+}
+
+int main(void) {
+  const uint8_t of_region[REGIONS] = {0, 1, 0, 1, 0, 1};
+  closes_beside_a_moment(of_region);
+  marks(of_region);
+  poison_beside_a_moment(of_region);
   return failures != 0;
 }
