@@ -27,7 +27,7 @@ const (
 // it would have more, while another has two. A request that gives way gets no answer: to its asker it is lost on the way. If the asker
 // heard of it, it would ask again at once, which costs more than the answer does.
 //
-// A hello that has waited for patience is late: its asker has most likely given it up, or asked again. Its turn goes to its owner's
+// A hello that has waited for patience is late: by the default connect_timeout_s its asker has given it up, or asked again. Its turn goes to its owner's
 // newest request. The other requests are never late, since they are of use though nobody hears the answer.
 type longs struct {
 	mu        sync.Mutex
@@ -101,10 +101,10 @@ func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
 	return dropped, true
 }
 
-// greediest is the owner with the most bytes, of those with so many requests; empty if there is none.
+// greediest is the owner with the most bytes, of those with so many requests; empty if there is none. Of equals it is the first by name.
 func greediest(of map[string]waiting, requests int) (owner string) {
 	for o, s := range of {
-		if s.requests >= requests && s.bytes > of[owner].bytes {
+		if most := of[owner].bytes; s.requests >= requests && (s.bytes > most || s.bytes == most && o < owner) {
 			owner = o
 		}
 	}
