@@ -2,7 +2,9 @@ package proxy
 
 import (
 	"errors"
+	"fmt"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -91,6 +93,42 @@ func TestSGLangTurnedAndSilent(t *testing.T) {
 	says(true)
 	silent.Store(true)
 	says(true)
+}
+
+// A server that never tells its role by /model_info counts by the one that it began with, each time that it is asked. So one that was
+// started in the wrong role comes up when it is started again in the right one.
+func TestSGLangSilentAndStartedAgain(t *testing.T) {
+	leaktest.Check(t)
+	a, b := newTurning(t, prefillRole, 9001, ok), newTurning(t, decodeRole, 9002, ok)
+	rest := a.Config.Handler
+	var mode atomic.Value
+	mode.Store(prefillRole)
+	a.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/model_info":
+			w.WriteHeader(http.StatusNotFound)
+		case "/server_info":
+			fmt.Fprintf(w, `{"disaggregation_mode":%q}`, mode.Load())
+		default:
+			rest.ServeHTTP(w, r)
+		}
+	})
+	r := newRouter(t, Config{Contract: SGLang, RefreshInterval: time.Hour, Prefill: []Prefill{{URL: a.URL}}, Decode: []string{b.URL}})
+	r.waitAllUp(t)
+	s := r.as(prefillRole, a)
+	r.fails(s)
+	mode.Store(decodeRole)
+	for range 3 {
+		r.look(t.Context(), s)
+		if _, up, reason, _ := s.state(); up || !strings.Contains(reason, "its disaggregation_mode is decode") {
+			t.Errorf("it is up: %v (%s)", up, reason)
+		}
+	}
+	mode.Store(prefillRole)
+	r.look(t.Context(), s)
+	if _, up, reason, _ := s.state(); !up {
+		t.Errorf("it is not up: %s", reason)
+	}
 }
 
 // A failure of what began before a server came up again is not that server's.

@@ -45,7 +45,7 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) (ranks []rank, role 
 		return nil, role, &otherRole{role, s.role}
 	case role == "" && s.other != nil:
 		return nil, "", fmt.Errorf("GET %s does not tell its role, and it is given as a prefill and as a decode server", s.path("/model_info"))
-	case role == "" && s.isTurned(): // /server_info would tell the first one
+	case s.isTurned() && s.told.silent(role): // /server_info would tell the first one
 		return nil, "", fmt.Errorf("GET %s does not tell its role any more, and it was not %s at last", s.path("/model_info"), s.role)
 	}
 	if _, up, _, ranks := s.state(); up {

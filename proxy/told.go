@@ -9,6 +9,7 @@ type told struct {
 	asked uint64 // questions so far
 	heard uint64 // the last question that has an answer
 	role  string // that answer
+	tells bool   // it has told a role at least once
 }
 
 // ask begins a question.
@@ -24,8 +25,15 @@ func (t *told) hear(question uint64, role string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if question > t.heard {
-		t.heard, t.role = question, role
+		t.heard, t.role, t.tells = question, role, t.tells || role != ""
 	}
+}
+
+// silent reports whether a server that has told its role before does so no more.
+func (t *told) silent(role string) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return role == "" && t.tells
 }
 
 // still does what follows from a role, and reports true, unless the server's last word is another role.
