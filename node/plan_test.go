@@ -45,7 +45,11 @@ func TestManyPieces(t *testing.T) {
 		load(d, id)
 		for try := range 2 {
 			p.paint(2+2*i+try, src...)
-			for n := range src {
+			given := src
+			if withdraw && try == 0 { // with the last block D might have all that it wants, and its load would have ended well
+				given = src[:len(src)-1]
+			}
+			for n := range given {
 				p.partial(id, uint32(n+1), nil, src[n])
 			}
 			if try == 0 && !withdraw {
