@@ -48,7 +48,8 @@ func TestRefusals(t *testing.T) {
 		}, []string{`device "2" is missing`, "lists 2"}},
 		"too few devices": {func(t *testing.T, c *Config) {
 			smi(t, two)
-			c.PrefillPorts, c.BootstrapPorts, c.Prefill = freePorts(t, 2), freePorts(t, 2), 2
+			ports := freePorts(t, 6) // at once: what is asked for later may be one of these
+			c.Prefill, c.PrefillPorts, c.BootstrapPorts, c.DecodePorts, c.Port = 2, ports[:2], ports[2:4], ports[4:5], ports[5]
 		}, []string{"3 servers", "2 devices"}},
 		"too few of the caller's devices": {func(t *testing.T, _ *Config) {
 			smi(t, two)

@@ -159,7 +159,8 @@ func TestBench(t *testing.T) {
 		t.Errorf("left behind: %v", left)
 	}
 
-	c.PrefillPorts, c.DecodePorts, c.BootstrapPorts, c.Port = freePorts(t, 1), freePorts(t, 1), freePorts(t, 1), freePorts(t, 1)[0]
+	ports := freePorts(t, 4)
+	c.PrefillPorts, c.DecodePorts, c.BootstrapPorts, c.Port = ports[:1], ports[1:2], ports[2:3], ports[3]
 	c.BenchArgs = []string{"--nope"}
 	if err := Run(t.Context(), c); err == nil || !strings.Contains(err.Error(), "vllm bench serve failed") {
 		t.Errorf("error %v", err)
