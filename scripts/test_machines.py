@@ -18,7 +18,7 @@ HANG_S = 60.0
 QEMU = """#!/bin/bash
 [[ "$*" =~ rxerun=([^ ]+)\\ rxehost=([01]) ]] || exit 9
 run=${BASH_REMATCH[1]} host=${BASH_REMATCH[2]}
-echo $PPID >"$run/pid$host"
+echo $$ >"$run/pid$host"
 ended() { until [[ -s $run/pid$1 ]] && ! kill -0 "$(<"$run/pid$1")" 2>/dev/null; do sleep 0.02; done; }
 text=HOST_$host
 eval "${!text}"
@@ -68,6 +68,14 @@ def test_status_of_machines(hosts: tuple[str, ...], status: int, doubles: dict[s
     arguments = ["--two-hosts", "first", "second"] if len(hosts) > 1 else ["first"]
     ran = subprocess.run([SCRIPTS / "rxe-vm", *arguments], env=doubles, cwd=tmp_path, timeout=HANG_S, check=False)
     assert ran.returncode == status
+
+
+@pytest.mark.parametrize("hosts", [(STAYS,), (STAYS, "trap '' TERM; while :; do sleep 0.05; done")])
+def test_machines_that_stay_are_killed_in_time(hosts: tuple[str, ...], doubles: dict[str, str], tmp_path: Path) -> None:
+    doubles |= {f"HOST_{i}": text for i, text in enumerate(hosts)}
+    arguments = ["--two-hosts", "first", "second"] if len(hosts) > 1 else ["first"]
+    ran = subprocess.run([SCRIPTS / "rxe-vm", "--timeout", "1", *arguments], env=doubles, cwd=tmp_path, timeout=HANG_S, check=False)
+    assert ran.returncode == 124
 
 
 @pytest.mark.parametrize(
