@@ -26,6 +26,7 @@ if [[ -z $(found) ]]; then
   pin=$PWD/scripts/debian-pin.sh
   download() { cd "$out" && timeout 120 apt-get "${options[@]}" update && timeout 120 apt-get "${options[@]}" download "$("$pin" "${options[@]}" -- libcuda1)"; }
   (download) >"$out/log" 2>&1 || { echo "apt-get could not download libcuda1 of $release" >"$out/lacks"; lack "$(<"$out/lacks")"; }
+  grep '^debian-pin: ' "$out/log" >&2 || : # another version than scripts/debian-versions.txt names
   dpkg -x "$out"/libcuda1_*.deb "$out/unpacked"
   rm -rf "$out"/libcuda1_*.deb "$out/lists" "$out/cache"
   [[ -n $(found) ]] || lack "the package libcuda1 has no libcuda"
