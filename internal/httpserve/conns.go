@@ -240,6 +240,34 @@ func (c *headConn) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// wholeListener's connections end with the first write that fails. TLS closes with a farewell: after a write that ran out of time in the
+// middle of a record, the client would read it as the record's rest, and tell of a "bad record MAC" in place of an end.
+type wholeListener struct{ net.Listener }
+
+func (l wholeListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &wholeConn{Conn: c}, nil
+}
+
+type wholeConn struct {
+	net.Conn
+	torn atomic.Pointer[error] // of the write that failed
+}
+
+func (c *wholeConn) Write(p []byte) (int, error) {
+	if err := c.torn.Load(); err != nil {
+		return 0, *err
+	}
+	n, err := c.Conn.Write(p)
+	if err != nil {
+		c.torn.Store(&err)
+	}
+	return n, err
+}
+
 // drained returns a channel that is closed when no connection is left.
 func (s *Server) drained() <-chan struct{} {
 	s.mu.Lock()

@@ -164,7 +164,7 @@ func (s *Server) Serve() error {
 	case s.opt.TLS == nil && s.opt.MaxLongHeads > 0:
 		l = headListener{l, s}
 	case s.opt.TLS != nil:
-		l = tls.NewListener(l, s.opt.TLS)
+		l = tls.NewListener(wholeListener{l}, s.opt.TLS)
 	}
 	if err := s.http.Serve(l); err != nil && !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("%s: serving %v ended: %w", s.opt.Name, l.Addr(), err)

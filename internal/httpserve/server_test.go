@@ -3,10 +3,14 @@ package httpserve
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
+	"errors"
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -105,6 +109,61 @@ func TestMaxConnsEvictsWhoWaits(t *testing.T) {
 	}
 	if err := <-served; err != nil {
 		t.Error(err)
+	}
+}
+
+// tearing's connections keep the last bytes of a write back, once, when they are told to. That is a write that ran out of time. A
+// farewell is longer than what is missing then.
+type tearing struct {
+	net.Listener
+	now *atomic.Bool
+}
+
+func (l tearing) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	return tearingConn{c, l.now}, err
+}
+
+type tearingConn struct {
+	net.Conn
+	now *atomic.Bool
+}
+
+func (c tearingConn) Write(p []byte) (int, error) {
+	if !c.now.CompareAndSwap(true, false) {
+		return c.Conn.Write(p)
+	}
+	n, err := c.Conn.Write(p[:max(0, len(p)-8)])
+	return n, errors.Join(err, os.ErrDeadlineExceeded)
+}
+
+// TestAnswerThatIsCutOff: the client of an answer that is cut off in the middle of a record reads an end. TLS's farewell does not
+// come in the record's place.
+func TestAnswerThatIsCutOff(t *testing.T) {
+	ca := nettest.NewAuthority(t)
+	var now atomic.Bool
+	s := New(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		now.Store(true)
+		_, _ = w.Write(make([]byte, 64<<10))
+	}), Options{Name: "test", TLS: ca.Server(time.Now().Add(time.Hour), "127.0.0.1")})
+	if err := s.Listen("127.0.0.1:0"); err != nil {
+		t.Fatal(err)
+	}
+	s.listener = tearing{s.listener, &now}
+	served := make(chan error, 1)
+	go func() { served <- s.Serve() }()
+	defer func() { _ = s.Close(context.Background()); <-served }()
+	c, err := tls.Dial("tcp", s.Addr().String(), &tls.Config{InsecureSkipVerify: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(patience))
+	if _, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: h\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if answer, err := io.ReadAll(c); !errors.Is(err, io.ErrUnexpectedEOF) || now.Load() {
+		t.Errorf("an answer that is cut off: %d bytes, %v", len(answer), err)
 	}
 }
 
