@@ -22,13 +22,15 @@ func (m *Machine) checkDemand(id TransferID) error {
 	return nil
 }
 
-// demanded reports an announced transfer when all the loads that it waits for are here.
+// demanded reports an announced transfer when all the loads that it waits for are here. While the engine's cancel or Close ends
+// the shares of one, the last of them reports it.
 func (m *Machine) demanded(id TransferID) {
-	if !m.demands[id] {
+	half := m.halfOf(id)
+	if !m.demands[id] || m.closed || len(half) == 0 {
 		return
 	}
 	first := uint32(math.MaxUint32)
-	for _, of := range m.halfOf(id) {
+	for _, of := range half {
 		if of.load == nil {
 			return
 		}

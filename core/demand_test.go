@@ -2,6 +2,7 @@ package core
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -102,6 +103,54 @@ func TestWantIsReportedOnceForAllShares(t *testing.T) {
 	w.nothing()
 	w.Tell(w.now, FinishMessage{From: "E", ID: Share{1, 2, 0}.Part("z"), Code: Cancelled, Reason: "not needed"})
 	w.expect("z", PeerCancelled, 0, "not needed")
+}
+
+// A share that is loaded is no reason to begin when this side ends the transfer.
+func TestWantOfSharesThatPrefillEnds(t *testing.T) {
+	share := func(k int) TransferID { return Share{k, 3, 0}.Part("x") }
+	for name, c := range map[string]struct {
+		lost bool // decode has given another share up
+		ends Event
+		code Code
+	}{
+		"cancelled":                              {false, Cancel{ID: "x"}, Cancelled},
+		"closed":                                 {false, Close{}, Closed},
+		"cancelled after decode gave a share up": {true, Cancel{ID: "x"}, PeerCancelled},
+		"closed after decode gave a share up":    {true, Close{}, PeerCancelled},
+	} {
+		for loaded := range 3 {
+			t.Run(fmt.Sprintf("%s, share %d is loaded", name, loaded), func(t *testing.T) {
+				w := newDemanding(t)
+				w.announce("x")
+				w.load(share(loaded), 0, 1)
+				if c.lost {
+					w.Tell(w.now, FinishMessage{From: "E", ID: share((loaded + 1) % 3), Code: Cancelled})
+				}
+				w.nothing()
+				if err := w.Try(w.now, c.ends); err != nil {
+					t.Fatal(err)
+				}
+				w.expect("x", c.code, 0, "")
+			})
+		}
+	}
+}
+
+// What became of a share before the engine announced counts as it does after.
+func TestWantOfSharesThatEndedBefore(t *testing.T) {
+	w := newDemanding(t)
+	part := func(id TransferID, k int) TransferID { return Share{k, 2, 0}.Part(id) }
+	w.Tell(w.now, FinishMessage{From: "E", ID: part("x", 1), Code: Cancelled, Reason: "not needed"})
+	w.announce("x")
+	w.nothing()
+	w.Tell(w.now, FinishMessage{From: "D", ID: part("x", 0), Code: Cancelled, Reason: "not needed"})
+	w.expect("x", PeerCancelled, 0, "not needed")
+
+	w.Tell(w.now, FinishMessage{From: "E", ID: part("y", 1)})
+	w.announce("y")
+	w.nothing()
+	w.load(part("y", 0), 4, 1)
+	w.expect("y", OK, 4, "")
 }
 
 func TestWantIsReportedWhenItEnds(t *testing.T) {
