@@ -109,6 +109,7 @@ func (t *transports) begin(h half, peer core.AgentID, w core.Transport) {
 	defer t.mu.Unlock()
 	if h.side == core.SideOffer {
 		delete(t.spoiled, h.id) // of a write of the same id that ended by itself
+		delete(t.torn, h)
 	}
 	t.going[h] = carrier{peer, w}
 }
@@ -126,11 +127,15 @@ func (t *transports) ended(r core.Report) string {
 	defer t.mu.Unlock()
 	name := ""
 	for _, id := range slices.Concat(r.Parts, []core.TransferID{r.ID}) {
-		c, ok := t.going[half{id, r.Side}]
+		h := half{id, r.Side}
+		c, ok := t.going[h]
 		if !ok {
-			continue
+			if c, ok = t.torn[h]; !ok {
+				continue
+			}
 		}
-		delete(t.going, half{id, r.Side})
+		delete(t.going, h)
+		delete(t.torn, h)
 		if p := t.pairs[c.peer]; p != nil && r.Code == core.OK {
 			p.transfers[c.via.Name()]++
 		}
@@ -152,12 +157,25 @@ func (t *transports) written(id core.TransferID, name string, err error) error {
 	}
 	delete(t.spoiled, id)
 	h := half{id, core.SideOffer}
-	if p := t.pairs[t.going[h].peer]; p != nil && err == nil {
+	c, ok := t.going[h]
+	delete(t.going, h)
+	switch p := t.pairs[c.peer]; {
+	case err != nil && ok: // decode's own word may be that it has all: the report tells
+		if len(t.torn) == maxTorn {
+			for old := range t.torn {
+				delete(t.torn, old)
+				break
+			}
+		}
+		t.torn[h] = c
+	case err == nil && p != nil:
 		p.transfers[name]++
 	}
-	delete(t.going, h)
 	return err
 }
+
+// maxTorn bounds the writes with an error whose reports are awaited. Most reports come at once. Some never do: see written.
+const maxTorn = 64
 
 // sink feeds one transport's outcomes to the machine.
 type sink struct {

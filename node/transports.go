@@ -47,6 +47,7 @@ type transports struct {
 	mu    sync.Mutex
 	pairs map[core.AgentID]*pair // as many as the peer table has, at most
 	going map[half]carrier       // transfers that have got a transport, until their reports
+	torn  map[half]carrier       // offers whose writes ended with an error, until their reports, maxTorn at most
 	moved map[string]*TransportStats
 	lines ratelog.Limit
 }
@@ -66,7 +67,7 @@ type carrier struct {
 // no way is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
 	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, taking: new(sync.Mutex),
-		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, spoiled: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
+		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, torn: map[half]carrier{}, spoiled: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 
 // add and lack are called before t is in use.
