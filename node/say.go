@@ -48,13 +48,14 @@ func (s *speaker) load(v core.SendLoad) {
 	case errors.Is(err, core.ErrTooLarge):
 		code, reason = core.Refused, fmt.Sprintf("the load cannot be sent to prefill agent %s: %v", v.Peer, err)
 	case err != nil:
+		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
 		if gone(err) {
 			answer = core.LoadAbsent
+			s.peers.lose(v.Peer) // the machine does not, if all bytes of this load came before P went
 		} else {
 			s.peers.suspect(v.Peer) // its connections may stand, though its host is gone
+			s.peers.silent(v.Peer, began, s.ask.peerTimeout/3)
 		}
-		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
-		s.peers.silent(v.Peer, began, s.ask.peerTimeout/3)
 	case rep.Code == 0:
 		answer = core.LoadAccepted
 	case rep.Again == wire.AgainAfterHello:

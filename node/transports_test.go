@@ -256,6 +256,35 @@ func TestRestartedPeersMeetAgain(t *testing.T) {
 	goesBy(t, p, d, "fourth", viaTCP)
 }
 
+// unanswered is a bus on which the peer of one load is gone before its answer comes.
+type unanswered struct {
+	core.Bus
+	id  string
+	now chan struct{}
+}
+
+func (b *unanswered) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+	rep, err := b.Bus.Request(ctx, via, to, req)
+	if req.Kind == wire.KindLoad && req.Load.TransferID == b.id {
+		<-b.now
+		return nil, core.ErrAbsent
+	}
+	return rep, err
+}
+
+// TestGoneAfterTheBytes: prefill is found gone by the answer to a load that has ended well. The next load looks for who is there now.
+func TestGoneAfterTheBytes(t *testing.T) {
+	leaktest.Check(t)
+	n := coretest.NewNetwork()
+	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	late := &unanswered{Bus: d.bus, id: "first", now: make(chan struct{})}
+	setBus(d.Agent, late)
+	goesBy(t, p, d, "first", viaRDMA)
+	close(late.now)
+	d.caches.Load().queue.wait(t.Context())
+	goesBy(t, p, d, "second", viaRDMA)
+}
+
 // A prefill agent that gives a ticket for tcp only.
 func TestTicketForOneTransport(t *testing.T) {
 	leaktest.Check(t)
