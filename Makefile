@@ -159,7 +159,10 @@ chaos: rig ## real agents under load and faults; CHAOS='--short --seed 1' for op
 lint: $(VENV)/stamp | tools ## gofmt, vet, staticcheck, ruff, generated code up to date, nothing of other projects
 	@$(STAGE) lint scripts/lint.sh $(VENV)
 
+quick: $(VENV)/stamp | tools ## before the whole check: the style, the pages, the tests of lists; a minute when all is compiled
+	@scripts/lint.sh $(VENV) --quick
+
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint quick clean chaos
