@@ -46,9 +46,9 @@ func (b *Bus) Listens(ctx context.Context, id core.AgentID) bool {
 }
 
 func (b *Bus) guest(a *wire.Agent, since int64) (*link, *registration, error) {
-	reg, err := registrationOf(a)
-	reg.guest, reg.since = true, since
 	l := b.homeLink()
+	reg, err := registrationOf(l, a)
+	reg.guest, reg.since = true, since
 	switch {
 	case err != nil:
 	case l == nil || l.kind != homeLink:

@@ -30,6 +30,7 @@ type record struct {
 	agent *wire.Agent
 	since int64
 	seq   uint64
+	ended time.Time // when the entry of an nkey's engine has ended, if it lies there still
 }
 
 func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, error) {
@@ -41,6 +42,9 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
 	if r.since > time.Now().Add(mostAhead).UnixNano() {
 		r.since = 0
+	}
+	if err := attest(&r, header, data, key); err != nil || !r.ended.IsZero() {
+		return record{seq: r.seq, ended: r.ended}, err
 	}
 	r.agent = new(wire.Agent)
 	if err := wire.Decode(data, r.agent); err != nil {
@@ -76,12 +80,17 @@ type registration struct {
 	done      chan struct{}
 }
 
-func registrationOf(a *wire.Agent) (*registration, error) {
+// registrationOf is an agent's entry at a link. A registration that could not be made has no key.
+func registrationOf(l *link, a *wire.Agent) (*registration, error) {
 	value, err := a.MarshalMsg(nil)
 	if err == nil {
 		err = wire.Decode(value, new(wire.Agent)) // a peer must be able to read it
 	}
-	return &registration{id: core.AgentID(a.ID), name: nameOf(a), value: value, done: make(chan struct{}), dp: a.DPRank, key: rankKey(a.EngineID, a.TPRank, a.PPRank)}, err
+	reg := &registration{id: core.AgentID(a.ID), name: nameOf(a), value: value, done: make(chan struct{}), dp: a.DPRank}
+	if l != nil {
+		reg.key = l.kind.rankKey(a.EngineID, a.TPRank, a.PPRank)
+	}
+	return reg, err
 }
 
 func rankName(engine string, dp, tp, pp int) string {

@@ -20,16 +20,19 @@ import (
 // wins.
 func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	name := nameOf(a)
-	reg, err := registrationOf(a)
+	l := b.homeLink()
+	reg, err := registrationOf(l, a)
 	if err == nil && a.ID != string(b.opt.Identity.ID()) {
 		err = fmt.Errorf("the registration names agent %q, but this is agent %s", a.ID, b.opt.Identity.ID())
 	}
 	if err != nil {
 		return fmt.Errorf("register %s: %w", name, err)
 	}
-	l := b.homeLink()
 	if l == nil {
 		return fmt.Errorf("register %s: this agent has no server or cluster of its own", name)
+	}
+	if err := b.opt.Identity.mayName(reg.key, a.EngineID); err != nil {
+		return fmt.Errorf("register %s: %w", name, err)
 	}
 	renewing, stop := context.WithCancel(b.ctx)
 	reg.stop = stop
@@ -154,6 +157,7 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 		m := nats.NewMsg(reg.key)
 		m.Data = reg.value
 		m.Header.Set(sinceHeader, strconv.FormatInt(reg.since, 10))
+		b.opt.Identity.signEntry(m, time.Now().Add(b.opt.TTL+clocksApart))
 		var ack *jetstream.PubAck
 		ack, err = l.js.PublishMsg(ctx, m, jetstream.WithMsgTTL(b.opt.TTL), jetstream.WithExpectStream(stream),
 			jetstream.WithExpectLastSequencePerSubject(reg.seq), jetstream.WithRetryAttempts(0))
