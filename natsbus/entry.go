@@ -44,6 +44,15 @@ func (i *Identity) mayName(key, engine string) error {
 	}
 }
 
+// mayNotWrite says what to change where the cluster's permissions keep an agent from writing its entry.
+func (i *Identity) mayNotWrite(l *link, reg *registration, denied error) error {
+	remedy := "let its user publish at " + reg.key
+	if own := i.nkey(); own != "" && keyOwner(reg.key) == "" {
+		remedy = fmt.Sprintf("begin its engine_id with its nkey, as in %q, as examples/nats/kvconn.conf wants it, or %s", own+"-"+reg.engine, remedy)
+	}
+	return fmt.Errorf("%s does not let this agent write its entry: %s: %w", l.name, remedy, denied)
+}
+
 // nkey is the key with which an agent's id begins; "" if it begins with none.
 func (i *Identity) nkey() string {
 	if !isKeyed(i.id) {

@@ -240,3 +240,16 @@ func TestFreeIDsAreOne(t *testing.T) {
 		}
 	}
 }
+
+// TestEngineThatMayNot: an engine whose engine_id the permissions file does not let it have is told so, by its name.
+func TestEngineThatMayNot(t *testing.T) {
+	leaktest.Check(t)
+	up, ud := newUser(t), newUser(t)
+	c := nettest.NewNATS(t, "-c", nettest.ClusterUsers(t, up.key, ud.key))
+	b := newBus(t, Options{Identity: up.named(t, "MP"), ClusterURL: c.URL(), Seed: up.seed})
+	ctx := ctxOf(t, 3*time.Second)
+	err := b.Register(ctx, agent(string(b.opt.Identity.ID()), "plain"))
+	if err == nil || !strings.Contains(err.Error(), "engine_id") || !strings.Contains(err.Error(), up.engine("plain")) || ctx.Err() != nil {
+		t.Errorf("it registers: %v", err)
+	}
+}

@@ -65,15 +65,16 @@ func unreadable(err error) bool {
 
 // registration is this agent's entry in the registry.
 type registration struct {
-	id    core.AgentID
-	name  string // of the rank, for logs and errors
-	key   string
-	dp    int
-	value []byte
-	since int64
-	seq   uint64       // sequence of the last known message under the key
-	taken core.AgentID // the agent that has taken the rank over
-	guest bool         // another process's agent, which logs changes itself
+	id     core.AgentID
+	name   string // of the rank, for logs and errors
+	engine string
+	key    string
+	dp     int
+	value  []byte
+	since  int64
+	seq    uint64       // sequence of the last known message under the key
+	taken  core.AgentID // the agent that has taken the rank over
+	guest  bool         // another process's agent, which logs changes itself
 	// unchecked counts the writes since the stream's settings were looked at and found right.
 	unchecked int
 	stop      context.CancelFunc
@@ -86,7 +87,7 @@ func registrationOf(l *link, a *wire.Agent) (*registration, error) {
 	if err == nil {
 		err = wire.Decode(value, new(wire.Agent)) // a peer must be able to read it
 	}
-	reg := &registration{id: core.AgentID(a.ID), name: nameOf(a), value: value, done: make(chan struct{}), dp: a.DPRank}
+	reg := &registration{id: core.AgentID(a.ID), name: nameOf(a), engine: a.EngineID, value: value, done: make(chan struct{}), dp: a.DPRank}
 	if l != nil {
 		reg.key = l.kind.rankKey(a.EngineID, a.TPRank, a.PPRank)
 	}

@@ -159,12 +159,18 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 		m.Header.Set(sinceHeader, strconv.FormatInt(reg.since, 10))
 		b.opt.Identity.signEntry(m, time.Now().Add(b.opt.TTL+clocksApart))
 		var ack *jetstream.PubAck
-		ack, err = l.js.PublishMsg(ctx, m, jetstream.WithMsgTTL(b.opt.TTL), jetstream.WithExpectStream(stream),
+		writing, written := l.write(ctx, reg.key)
+		ack, err = l.js.PublishMsg(writing, m, jetstream.WithMsgTTL(b.opt.TTL), jetstream.WithExpectStream(stream),
 			jetstream.WithExpectLastSequencePerSubject(reg.seq), jetstream.WithRetryAttempts(0))
+		denied := context.Cause(writing)
+		written()
+		var not *deniedError
 		switch {
 		case err == nil:
 			reg.seq = ack.Sequence
 			return nil
+		case errors.As(denied, &not):
+			return b.opt.Identity.mayNotWrite(l, reg, not)
 		case errors.Is(err, jetstream.ErrNoStreamResponse), errors.Is(err, nats.ErrNoResponders):
 			if err := l.createBucket(ctx); err != nil {
 				return l.failure(session, err)
