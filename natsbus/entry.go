@@ -1,8 +1,10 @@
 package natsbus
 
 import (
+	"context"
 	"crypto/ed25519"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"strconv"
 	"strings"
@@ -106,4 +108,39 @@ func attest(r *record, header nats.Header, data []byte, key string) error {
 		r.ended = end
 	}
 	return nil
+}
+
+// writing is an entry that this agent writes at this moment.
+type writing struct {
+	key  string
+	deny context.CancelCauseFunc
+}
+
+// failed hears an error of the link; the link's mu is held.
+func (w *writing) failed(err error) {
+	if w != nil && errors.Is(err, nats.ErrPermissionViolation) && strings.Contains(err.Error(), strconv.Quote(w.key)) {
+		w.deny(&deniedError{err})
+	}
+}
+
+// deniedError says that the server does not let this agent publish at a key.
+type deniedError struct{ error }
+
+func (e *deniedError) Unwrap() error { return e.error }
+
+// write is ctx until the server says that this agent may not publish at a key: nothing else answers then.
+func (l *link) write(ctx context.Context, key string) (context.Context, context.CancelFunc) {
+	ctx, deny := context.WithCancelCause(ctx)
+	w := &writing{key, deny}
+	l.mu.Lock()
+	l.writing = w
+	l.mu.Unlock()
+	return ctx, func() {
+		deny(nil)
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if l.writing == w {
+			l.writing = nil
+		}
+	}
 }

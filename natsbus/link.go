@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -250,43 +248,13 @@ func (l *link) reconnected() {
 	l.bus.events.again(l)
 }
 
-// writing is an entry that this agent writes at this moment.
-type writing struct {
-	key  string
-	deny context.CancelCauseFunc
-}
-
-// deniedError says that the server does not let this agent publish at a key.
-type deniedError struct{ error }
-
-func (e *deniedError) Unwrap() error { return e.error }
-
-// write is ctx until the server says that this agent may not publish at a key: nothing else answers then.
-func (l *link) write(ctx context.Context, key string) (context.Context, context.CancelFunc) {
-	ctx, deny := context.WithCancelCause(ctx)
-	w := &writing{key, deny}
-	l.mu.Lock()
-	l.writing = w
-	l.mu.Unlock()
-	return ctx, func() {
-		deny(nil)
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if l.writing == w {
-			l.writing = nil
-		}
-	}
-}
-
 // failed notes an error of the link.
 func (l *link) failed(err error) {
 	l.mu.Lock()
 	if l.session.Err() != nil {
 		l.cause = explain(err)
 	}
-	if w := l.writing; w != nil && errors.Is(err, nats.ErrPermissionViolation) && strings.Contains(err.Error(), strconv.Quote(w.key)) {
-		w.deny(&deniedError{err})
-	}
+	l.writing.failed(err)
 	l.mu.Unlock()
 	l.bus.log.Sugar().Debugf("natsbus: %s: %v", l.name, err)
 }
