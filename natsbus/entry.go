@@ -13,7 +13,6 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nkeys"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
@@ -23,6 +22,9 @@ import (
 // an old one that somebody writes again hides its engine's absence for a short time only. That an engine has no entry is not
 // signed: who may write under the key can say so.
 const (
+	// sinceHeader orders the agents that register one rank: the newest wins,
+	// also when the bucket was lost and all of them come back at once.
+	sinceHeader     = "Kvconn-Since"
 	endsHeader      = "Kvconn-Ends" // in ns since 1970
 	signatureHeader = "Kvconn-Signature"
 
@@ -47,23 +49,13 @@ func (i *Identity) mayName(key, engine string) error {
 }
 
 // mayNotWrite says what to change where the cluster's permissions keep an agent from writing its entry.
-func (i *Identity) mayNotWrite(l *link, reg *registration, denied error) error {
-	remedy := "let its user publish at " + reg.key
-	if own := i.nkey(); own != "" && keyOwner(reg.key) == "" {
-		remedy = fmt.Sprintf("begin its engine_id with its nkey, as in %q, as examples/nats/kvconn.conf wants it, or %s", own+"-"+reg.engine, remedy)
+func (i *Identity) mayNotWrite(cluster, key, engine string, denied error) error {
+	remedy := "let its user publish at " + key
+	if own := i.nkey(); own != "" && keyOwner(key) == "" {
+		remedy = fmt.Sprintf("begin its engine_id with its nkey, as in %q, as examples/nats/kvconn.conf wants it, or %s", own+"-"+engine, remedy)
 	}
-	return fmt.Errorf("%s does not let this agent write its entry: %s: %w", l.name, remedy, denied)
+	return fmt.Errorf("%s does not let this agent write its entry: %s: %w", cluster, remedy, denied)
 }
-
-// nkey is the key with which an agent's id begins; "" if it begins with none.
-func (i *Identity) nkey() string {
-	if !isKeyed(i.id) {
-		return ""
-	}
-	return ownerOf(i.id)
-}
-
-func isKeyed(id core.AgentID) bool { return strings.Contains(string(id), keyMark) }
 
 // signEntry signs an entry of an nkey's engine. The others have no signature.
 func (i *Identity) signEntry(m *nats.Msg, ends time.Time) {
@@ -81,10 +73,10 @@ func entryText(key string, header nats.Header, data []byte) []byte {
 	return append(text, data...)
 }
 
-// attest says whether an entry is its engine's own, as far as that can be known, and sets r.ended if it was, and has ended.
-func attest(r *record, header nats.Header, data []byte, key string) error {
-	strange := func(format string, args ...any) error {
-		return &unreadableError{fmt.Errorf("the entry of %s "+format, append([]any{keyName(key)}, args...)...)}
+// attest says whether an entry is its engine's own, as far as that can be known, and when it ended, if it was and has.
+func attest(header nats.Header, data []byte, key string) (ended time.Time, err error) {
+	strange := func(format string, args ...any) (time.Time, error) {
+		return time.Time{}, fmt.Errorf("the entry of %s "+format, append([]any{keyName(key)}, args...)...)
 	}
 	for name := range header {
 		if strings.HasPrefix(name, scheduleHeader) || name == sourceHeader {
@@ -93,7 +85,7 @@ func attest(r *record, header nats.Header, data []byte, key string) error {
 	}
 	owner := keyOwner(key)
 	if owner == "" {
-		return nil
+		return time.Time{}, nil
 	}
 	public, err := nkeys.Decode(nkeys.PrefixByteUser, []byte(owner))
 	if err != nil {
@@ -105,9 +97,9 @@ func attest(r *record, header nats.Header, data []byte, key string) error {
 	}
 	ends, err := strconv.ParseInt(header.Get(endsHeader), 10, 64)
 	if end := time.Unix(0, ends); err != nil || time.Now().After(end) && !fault.On("bus-entry-endless") {
-		r.ended = end
+		return end, nil
 	}
-	return nil
+	return time.Time{}, nil
 }
 
 // writing is an entry that this agent writes at this moment.
@@ -127,20 +119,3 @@ func (w *writing) failed(err error) {
 type deniedError struct{ error }
 
 func (e *deniedError) Unwrap() error { return e.error }
-
-// write is ctx until the server says that this agent may not publish at a key: nothing else answers then.
-func (l *link) write(ctx context.Context, key string) (context.Context, context.CancelFunc) {
-	ctx, deny := context.WithCancelCause(ctx)
-	w := &writing{key, deny}
-	l.mu.Lock()
-	l.writing = w
-	l.mu.Unlock()
-	return ctx, func() {
-		deny(nil)
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if l.writing == w {
-			l.writing = nil
-		}
-	}
-}

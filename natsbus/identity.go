@@ -92,6 +92,16 @@ func (i *Identity) ownerIn(id core.AgentID) string {
 
 const freeIDs = "" // the owner of all
 
+// nkey is the key with which an agent's id begins; "" if it begins with none.
+func (i *Identity) nkey() string {
+	if !isKeyed(i.id) {
+		return ""
+	}
+	return ownerOf(i.id)
+}
+
+func isKeyed(id core.AgentID) bool { return strings.Contains(string(id), keyMark) }
+
 // owns says whether an id is of that public key. Of an nkey's id the rest is the owner's to choose.
 func owns(public ed25519.PublicKey, id core.AgentID) bool {
 	if key, _, keyed := strings.Cut(string(id), keyMark); keyed {

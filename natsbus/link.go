@@ -103,6 +103,14 @@ const (
 	joinLink                    // as portLink, in the place of a server of this agent's own
 )
 
+// rankKey is a rank's key at a link of a kind.
+func (k linkKind) rankKey(engine string, tp, pp int) string {
+	if k == clusterLink {
+		return clusterKey(engine, tp, pp)
+	}
+	return rankKey(engine, tp, pp)
+}
+
 // subscribe makes this agent reachable over the link, if it serves. The queue
 // group keeps a request from coming twice when two links lead to one server. To a cluster there is one
 // link, and a user there who may hear others could join the group and take their requests.

@@ -135,14 +135,6 @@ func clusterKey(engine string, tp, pp int) string {
 	return subtree + owner + "." + strings.TrimPrefix(rankKey(rest, tp, pp), subtree)
 }
 
-// rankKey is a rank's key at a link of a kind.
-func (k linkKind) rankKey(engine string, tp, pp int) string {
-	if k == clusterLink {
-		return clusterKey(engine, tp, pp)
-	}
-	return rankKey(engine, tp, pp)
-}
-
 // engineOwner is the nkey with which an engine id begins, and the rest of the id; no owner if it begins with none. In a cluster
 // such an id is of that nkey's user.
 func engineOwner(engine string) (owner, rest string) {

@@ -14,9 +14,6 @@ import (
 )
 
 const (
-	// sinceHeader orders the agents that register one rank: the newest wins,
-	// also when the bucket was lost and all of them come back at once.
-	sinceHeader  = "Kvconn-Since"
 	opHeader     = "KV-Operation"
 	markerHeader = "Nats-Marker-Reason"
 )
@@ -43,8 +40,12 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	if r.since > time.Now().Add(mostAhead).UnixNano() {
 		r.since = 0
 	}
-	if err := attest(&r, header, data, key); err != nil || !r.ended.IsZero() {
-		return record{seq: r.seq, ended: r.ended}, err
+	ended, err := attest(header, data, key)
+	if err != nil {
+		return record{seq: r.seq}, &unreadableError{err}
+	}
+	if !ended.IsZero() {
+		return record{seq: r.seq, ended: ended}, nil
 	}
 	r.agent = new(wire.Agent)
 	if err := wire.Decode(data, r.agent); err != nil {
@@ -81,17 +82,13 @@ type registration struct {
 	done      chan struct{}
 }
 
-// registrationOf is an agent's entry at a link. A registration that could not be made has no key.
-func registrationOf(l *link, a *wire.Agent) (*registration, error) {
+// registrationOf is an agent's entry, without its key: that is of the link.
+func registrationOf(a *wire.Agent) (*registration, error) {
 	value, err := a.MarshalMsg(nil)
 	if err == nil {
 		err = wire.Decode(value, new(wire.Agent)) // a peer must be able to read it
 	}
-	reg := &registration{id: core.AgentID(a.ID), name: nameOf(a), engine: a.EngineID, value: value, done: make(chan struct{}), dp: a.DPRank}
-	if l != nil {
-		reg.key = l.kind.rankKey(a.EngineID, a.TPRank, a.PPRank)
-	}
-	return reg, err
+	return &registration{id: core.AgentID(a.ID), name: nameOf(a), engine: a.EngineID, value: value, done: make(chan struct{}), dp: a.DPRank}, err
 }
 
 func rankName(engine string, dp, tp, pp int) string {
