@@ -22,7 +22,7 @@ func TestEngineThatIsAdded(t *testing.T) {
 		return b
 	}
 	p, d := bus(up, "ZP", ""), bus(ud, "ZD", registryPrefix)
-	register(t, p, "e")
+	register(t, p, up.engine("e"))
 	answers := func(from, to *Bus) {
 		t.Helper()
 		self, other := nick(from.opt.Identity.ID()), nick(to.opt.Identity.ID())
@@ -42,7 +42,7 @@ func TestEngineThatIsAdded(t *testing.T) {
 		answers(p, d)
 	}
 	added := bus(un, "ZN", registryPrefix)
-	if found, _, err := added.Lookup(ctxOf(t, within), core.Target{EngineID: "e"}); err != nil || found == nil {
+	if found, _, err := added.Lookup(ctxOf(t, within), core.Target{EngineID: up.engine("e")}); err != nil || found == nil {
 		t.Errorf("it finds %+v, %v", found, err)
 	}
 	answers(added, p)

@@ -139,12 +139,18 @@ func (l *link) checkRegistry(ctx context.Context) error {
 	}
 	c, wrong := st.CachedInfo().Config, ""
 	switch {
+	case c.Mirror != nil:
+		wrong = fmt.Sprintf("is a mirror of stream %.300q (mirror)", c.Mirror.Name)
+	case len(c.Sources) > 0:
+		wrong = fmt.Sprintf("takes what stream %.300q has (sources)", c.Sources[0].Name)
+	case c.AllowMsgSchedules:
+		wrong = "lets a message have the server write others' entries (allow_msg_schedules)"
 	case len(c.Subjects) != 1 || c.Subjects[0] != subtree+">":
-		wrong = fmt.Sprintf("has the subjects %.300q, want only %q", c.Subjects, subtree+">")
+		wrong = fmt.Sprintf("has the subjects %.300q, want only %q (subjects)", c.Subjects, subtree+">")
 	case c.RePublish != nil:
-		wrong = fmt.Sprintf("publishes what it keeps again, at %.300q", c.RePublish.Destination)
+		wrong = fmt.Sprintf("publishes what it keeps again, at %.300q (republish)", c.RePublish.Destination)
 	case c.SubjectTransform != nil:
-		wrong = fmt.Sprintf("keeps %.300q as %.300q", c.SubjectTransform.Source, c.SubjectTransform.Destination)
+		wrong = fmt.Sprintf("keeps %.300q as %.300q (subject_transform)", c.SubjectTransform.Source, c.SubjectTransform.Destination)
 	default:
 		return nil
 	}

@@ -28,6 +28,9 @@ func TestRegistryOfAnIntruder(t *testing.T) {
 		{`"subjects":["$KV.kvconn_ranks.>","kvconn.v1.agent.>","_INBOX.>","_R_.>"],"no_ack":true`, "kvconn.v1.agent.>"},
 		{`"subjects":["$KV.kvconn_ranks.>"],"republish":{"src":">","dest":"kvconn.v1.agent.x.>"}`, "kvconn.v1.agent.x.>"},
 		{`"subjects":["$KV.kvconn_ranks.>"],"subject_transform":{"src":"$KV.kvconn_ranks.>","dest":"$KV.other.>"}`, "$KV.other.>"},
+		{`"mirror":{"name":"OTHER"},"subject_delete_marker_ttl":0,"allow_rollup_hdrs":false`, "mirror"},
+		{`"subjects":["$KV.kvconn_ranks.>"],"sources":[{"name":"OTHER"}]`, "sources"},
+		{`"subjects":["$KV.kvconn_ranks.>"],"allow_msg_schedules":true`, "allow_msg_schedules"},
 		{`"subjects":["$KV.kvconn_ranks.>"],"max_bytes":1000000`, ""},
 	} {
 		m, err := intruder(t, c.URL(), up).RequestWithContext(ctxOf(t, within), "$JS.API.STREAM.CREATE."+stream, fmt.Appendf(nil,
@@ -35,7 +38,7 @@ func TestRegistryOfAnIntruder(t *testing.T) {
 		if err != nil || strings.Contains(string(m.Data), `"error"`) {
 			t.Fatalf("%s: %q, %v", r.settings, m.Data, err)
 		}
-		err = prefill.Register(ctxOf(t, within), agent(string(prefill.opt.Identity.ID()), "e"))
+		err = prefill.Register(ctxOf(t, within), agent(string(prefill.opt.Identity.ID()), up.engine("e")))
 		if r.says == "" && err != nil || r.says != "" && (err == nil || !strings.Contains(err.Error(), r.says)) {
 			t.Errorf("%s: %v, want %q in it", r.settings, err, r.says)
 		}
@@ -65,7 +68,7 @@ func TestRegistryHearsNoAgents(t *testing.T) {
 		self, other := nick(b.opt.Identity.ID()), nick(pair[1-i].opt.Identity.ID())
 		ask(t, b, "", core.AgentID(other), other+" via : hello "+self)
 	}
-	if err := nc.Publish(rankKey("marker", 0, 0), nil); err != nil || refused(t, nc) {
+	if err := nc.Publish(clusterKey(evil.engine("marker"), 0, 0), nil); err != nil || refused(t, nc) {
 		t.Fatal(err, nc.LastError())
 	}
 	marker := func(key string) bool { return strings.HasPrefix(key, subtree) }
@@ -91,9 +94,9 @@ func TestNarrowRights(t *testing.T) {
 	up, other, third, operator := newUser(t), newUser(t), newUser(t), newUser(t)
 	file := nettest.ClusterOf(t, []string{up.key, other.key, third.key}, nil)
 	operated(t, file, operator)
-	narrowed(t, file, up, "e")
-	narrowed(t, file, other, "f")
-	narrowed(t, file, third, "g")
+	for _, u := range []user{up, other, third} {
+		narrowed(t, file, u)
+	}
 	c := nettest.NewNATS(t, "-c", file)
 	nc := intruder(t, c.URL(), up)
 	if err := nc.Publish("$JS.API.STREAM.CREATE."+stream, nil); err != nil || !refused(t, nc) {
@@ -102,14 +105,14 @@ func TestNarrowRights(t *testing.T) {
 	rankStream(t, intruder(t, c.URL(), operator))
 	for name, u := range map[string]user{"NE": up, "NF": other} {
 		b := newBus(t, Options{Identity: u.named(t, name), ClusterURL: c.URL(), Seed: u.seed, TTL: time.Hour})
-		register(t, b, map[string]string{"NE": "e", "NF": "f"}[name])
+		register(t, b, u.engine("e"))
 		defer func() {
-			if got := entryOf(t, b, rankKey("f", 0, 0)); !strings.HasPrefix(got, "NF as ") {
+			if got := entryOf(t, b, clusterKey(other.engine("e"), 0, 0)); !strings.HasPrefix(got, "NF as ") {
 				t.Errorf("the other engine's entry is %s", got)
 			}
 		}()
 	}
-	own, others := rankKey("e", 0, 0), rankKey("f", 0, 0)
+	own, others := clusterKey(up.engine("e"), 0, 0), clusterKey(other.engine("e"), 0, 0)
 	for _, to := range []user{up, third} {
 		primes(t, c.URL(), up, to, others)
 	}
@@ -135,7 +138,7 @@ func TestRegistryChangedLater(t *testing.T) {
 	c := nettest.NewNATS(t, "-c", file)
 	log, logs := observed()
 	prefill := newBus(t, Options{Identity: up.named(t, "LP"), ClusterURL: c.URL(), Seed: up.seed, TTL: 2 * time.Second, Logger: log})
-	register(t, prefill, "e")
+	register(t, prefill, up.engine("e"))
 	js, err := jetstream.New(intruder(t, c.URL(), operator))
 	if err != nil {
 		t.Fatal(err)

@@ -37,6 +37,10 @@ var defects = []faulttest.Defect{
 	{"seal-signs-all", "TestServersNonce"},
 	// A registry that is changed later is found out as one that was made so.
 	{"bus-registry-unwatched", "TestRegistryChangedLater"},
+	// An entry of an nkey's engine is the key's, and ends. Ids of no key are one account to who has one.
+	{"bus-entry-unsigned", "TestEntryOfAnotherEngine"},
+	{"bus-entry-endless", "TestEntriesEnd"},
+	{"bus-free-ids-own", "TestFreeIDsAreOne"},
 	// Who floods from one address has no place that others need.
 	{"bus-places-kept", "TestPlacesOfClients"},
 	{"bus-strangers-stay", "TestPlacesOfStrangers"},

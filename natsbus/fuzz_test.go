@@ -239,7 +239,7 @@ func FuzzRecord(f *testing.F) {
 		var err error
 		alloctest.Bound(t, bound, func() {
 			r, err = directRecord(m, key)
-			r, err = checked(key, r, err)
+			r, err = checked(key, portLink, r, err)
 		})
 		if name := keyName(key); strings.ContainsAny(name, "\r\n") {
 			t.Errorf("%q is written as %q", key, name)

@@ -46,9 +46,9 @@ func (b *Bus) Listens(ctx context.Context, id core.AgentID) bool {
 }
 
 func (b *Bus) guest(a *wire.Agent, since int64) (*link, *registration, error) {
-	reg, err := registrationOf(a)
-	reg.guest, reg.since = true, since
 	l := b.homeLink()
+	reg, err := registrationOf(a)
+	reg.guest, reg.since, reg.key = true, since, rankKey(a.EngineID, a.TPRank, a.PPRank)
 	switch {
 	case err != nil:
 	case l == nil || l.kind != homeLink:

@@ -18,7 +18,7 @@ const (
 // held is a session that another agent has opened, at the agent that answers.
 type held struct {
 	*sealSession
-	key  [ed25519.PublicKeySize]byte // of the asker
+	key  [ed25519.PublicKeySize]byte // of the asker; zeros: of all that have no nkey
 	open [sha256.Size]byte           // the digest of the asker's open
 
 	last    time.Time // guarded by served.mu, as all that follows is: it was used, or opened
@@ -31,9 +31,12 @@ type held struct {
 	used   uint64
 }
 
-// newHeld is for an open that was accepted.
-func newHeld(s *sealSession, open []byte) *held {
+// newHeld is for an open that self has accepted. The askers of no nkey share a key where self has one, see ownerIn.
+func newHeld(self *Identity, s *sealSession, open []byte) *held {
 	public, _, _ := keysOf(open)
+	if self.ownerIn(s.peer) == freeIDs {
+		public = make([]byte, ed25519.PublicKeySize)
+	}
 	return &held{sealSession: s, key: [ed25519.PublicKeySize]byte(public), open: sha256.Sum256(open)}
 }
 

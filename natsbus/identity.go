@@ -18,6 +18,7 @@ import (
 	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Identity is the key pair of one open agent. The agent's id is the digest of the public
@@ -79,6 +80,27 @@ func ownerOf(id core.AgentID) string {
 	key, _, _ := strings.Cut(string(id), keyMark)
 	return key
 }
+
+// ownerIn is ownerOf where this agent has an nkey in a cluster: there all ids of no nkey are one owner, since anybody makes as many
+// of them as he likes. An agent without an nkey meets no others.
+func (i *Identity) ownerIn(id core.AgentID) string {
+	if i.nkey() != "" && !isKeyed(id) && !fault.On("bus-free-ids-own") {
+		return freeIDs
+	}
+	return ownerOf(id)
+}
+
+const freeIDs = "" // the owner of all
+
+// nkey is the key with which an agent's id begins; "" if it begins with none.
+func (i *Identity) nkey() string {
+	if !isKeyed(i.id) {
+		return ""
+	}
+	return ownerOf(i.id)
+}
+
+func isKeyed(id core.AgentID) bool { return strings.Contains(string(id), keyMark) }
 
 // owns says whether an id is of that public key. Of an nkey's id the rest is the owner's to choose.
 func owns(public ed25519.PublicKey, id core.AgentID) bool {

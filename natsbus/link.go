@@ -90,6 +90,7 @@ type link struct {
 	idle    *time.Timer   // runs while not connected
 	deaf    chan struct{} // closed when no request comes in any more; nil if none ever did
 	sub     *nats.Subscription
+	writing *writing // nil: no entry
 }
 
 // linkKind is where a link leads.
@@ -101,6 +102,14 @@ const (
 	portLink                    // the server behind a bootstrap port
 	joinLink                    // as portLink, in the place of a server of this agent's own
 )
+
+// rankKey is a rank's key at a link of a kind.
+func (k linkKind) rankKey(engine string, tp, pp int) string {
+	if k == clusterLink {
+		return clusterKey(engine, tp, pp)
+	}
+	return rankKey(engine, tp, pp)
+}
 
 // subscribe makes this agent reachable over the link, if it serves. The queue
 // group keeps a request from coming twice when two links lead to one server. To a cluster there is one
@@ -253,6 +262,7 @@ func (l *link) failed(err error) {
 	if l.session.Err() != nil {
 		l.cause = explain(err)
 	}
+	l.writing.failed(err)
 	l.mu.Unlock()
 	l.bus.log.Sugar().Debugf("natsbus: %s: %v", l.name, err)
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/tinylib/msgp/msgp"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -37,13 +38,14 @@ type longs struct {
 	round     int                // that goes on
 	answering bool
 	patience  time.Duration
+	owner     func(core.AgentID) string
 }
 
 // waiting is how much of an owner waits.
 type waiting struct{ requests, bytes int }
 
-func newLongs(patience time.Duration) *longs {
-	return &longs{of: map[string]waiting{}, patience: patience}
+func newLongs(patience time.Duration, owner func(core.AgentID) string) *longs {
+	return &longs{of: map[string]waiting{}, patience: patience, owner: owner}
 }
 
 // put has a request wait, and says how many have lost their place: this one, or others that made room for it. starts: nobody answers
@@ -52,13 +54,13 @@ func (q *longs) put(v *asked) (dropped int, starts bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	v.came = time.Now()
-	owner, size := ownerOf(v.from), v.m.Size()
+	owner, size := q.owner(v.from), v.m.Size()
 	dropped, ok := q.makeRoom(owner, size)
 	if !ok {
 		return 1, false
 	}
 	v.round, v.again = q.round+1, false
-	if last := newest(q.queue, owner); last >= 0 && !fault.On("bus-longs-in-order") {
+	if last := q.newest(q.queue, owner); last >= 0 && !fault.On("bus-longs-in-order") {
 		v.round, v.again = q.queue[last].round+1, true
 	}
 	at := len(q.queue)
@@ -92,8 +94,8 @@ func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
 		if dropped == 0 {
 			queue, of = slices.Clone(queue), maps.Clone(of)
 		}
-		i := newest(queue, gives)
-		bytes = less(of, bytes, queue[i])
+		i := q.newest(queue, gives)
+		bytes = q.less(of, bytes, queue[i])
 		queue = slices.Delete(queue, i, i+1)
 		dropped++
 	}
@@ -112,9 +114,9 @@ func greediest(of map[string]waiting, requests int) (owner string) {
 }
 
 // newest is the place of an owner's newest request; -1 if it has none.
-func newest(queue []*asked, owner string) int {
+func (q *longs) newest(queue []*asked, owner string) int {
 	for i, v := range slices.Backward(queue) {
-		if ownerOf(v.from) == owner {
+		if q.owner(v.from) == owner {
 			return i
 		}
 	}
@@ -122,8 +124,8 @@ func newest(queue []*asked, owner string) int {
 }
 
 // less takes a request away from its owner's, and says how many bytes are left of all.
-func less(of map[string]waiting, bytes int, v *asked) (left int) {
-	owner, size := ownerOf(v.from), v.m.Size()
+func (q *longs) less(of map[string]waiting, bytes int, v *asked) (left int) {
+	owner, size := q.owner(v.from), v.m.Size()
 	had := of[owner]
 	if of[owner] = (waiting{had.requests - 1, had.bytes - size}); had.requests == 1 {
 		delete(of, owner)
@@ -143,11 +145,11 @@ func (q *longs) next() (v *asked, late bool) {
 	q.queue[0] = nil
 	q.queue = q.queue[1:]
 	q.round = v.round
-	q.bytes = less(q.of, q.bytes, v)
+	q.bytes = q.less(q.of, q.bytes, v)
 	if !q.late(v) {
 		return v, false
 	}
-	if i := newest(q.queue, ownerOf(v.from)); i >= 0 && !q.late(q.queue[i]) {
+	if i := q.newest(q.queue, q.owner(v.from)); i >= 0 && !q.late(q.queue[i]) {
 		turn := q.queue[i]
 		turn.round, turn.again = v.round, v.again
 		copy(q.queue[1:], q.queue[:i])

@@ -46,7 +46,7 @@ func (q *longs) has(patience time.Duration) {
 
 // TestLongsTakeTurns: each owner has one of its long requests answered in a round, also one that comes when others have many waiting.
 func TestLongsTakeTurns(t *testing.T) {
-	q := newLongs(time.Hour)
+	q := newLongs(time.Hour, ownerOf)
 	want := func(order string) {
 		t.Helper()
 		if q.owners() != order {
@@ -87,7 +87,7 @@ func TestLongsTakeTurns(t *testing.T) {
 // newest of who has the most give way to who has less: as many as it needs, or none if that is not enough. To an owner of whom nothing
 // waits the newest of those who have two give way too.
 func TestLongsHaveABound(t *testing.T) {
-	q := newLongs(time.Hour)
+	q := newLongs(time.Hour, ownerOf)
 	put := func(from core.AgentID, bytes int, dropped int, want string) {
 		t.Helper()
 		if n, _ := q.put(askedFor(from, bytes)); n != dropped || q.owners() != want {
@@ -136,7 +136,7 @@ func TestLongsHaveABound(t *testing.T) {
 // TestLateLongs: a hello that has waited too long is late, and its turn goes to its owner's newest request, unless that is late too. What
 // is no hello is never late.
 func TestLateLongs(t *testing.T) {
-	q := newLongs(time.Hour)
+	q := newLongs(time.Hour, ownerOf)
 	put := func(from core.AgentID, late bool, req *wire.Request) {
 		t.Helper()
 		data, err := req.MarshalMsg(nil)

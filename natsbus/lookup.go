@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -66,11 +68,18 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 	if len(t.EngineID) > maxEngineID {
 		return nil, fmt.Errorf("%w at %s: an engine_id of %d bytes, and no engine has one of more than %d", core.ErrNotRegistered, l.name, len(t.EngineID), maxEngineID)
 	}
-	keys := []string{rankKey(t.EngineID, t.TPRank, t.PPRank)}
+	keys := []string{l.kind.rankKey(t.EngineID, t.TPRank, t.PPRank)}
 	if t.EngineID == "" {
 		var err error
 		if keys, err = l.list(ctx, subtree+"*"+rankSuffix(t.TPRank, t.PPRank), maxEngines+1); err != nil {
 			return nil, err
+		}
+		if l.kind == clusterLink { // engines of nkeys
+			owned, err := l.list(ctx, subtree+"*.*"+rankSuffix(t.TPRank, t.PPRank), maxEngines+1)
+			if err != nil {
+				return nil, err
+			}
+			keys = append(keys, owned...)
 		}
 		if len(keys) > maxEngines {
 			return nil, fmt.Errorf("%w at %s: more than %d; name one by its engine_id", ErrAmbiguous, l.name, maxEngines)
@@ -78,11 +87,13 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 	}
 	var found *wire.Agent // the first: a host may have many, with descriptions of megabytes
 	var names []string
+	var ended time.Time
 	for _, key := range keys {
 		r, err := l.readChecked(ctx, key)
 		if err != nil && !(t.EngineID == "" && unreadable(err)) { // one engine's unreadable entry does not hide others
 			return nil, err
 		}
+		ended = r.ended
 		if r.agent != nil && isRank(r.agent, t) {
 			if found == nil {
 				found = r.agent
@@ -122,7 +133,10 @@ func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {
 		if len(all) == maxNamed && len(live) <= maxListed {
 			live = append(live, "and perhaps more")
 		}
-		return nil, l.missing(t, live)
+		if t.EngineID == "" {
+			ended = time.Time{}
+		}
+		return nil, l.missing(t, live, ended)
 	}
 	return nil, fmt.Errorf("%w at %s with %s: %s; name one by its engine_id",
 		ErrAmbiguous, l.name, rankOf(t), strings.Join(names, ", "))
@@ -158,19 +172,26 @@ func rankOf(t core.Target) string {
 
 func (l *link) readChecked(ctx context.Context, key string) (record, error) {
 	r, err := l.read(ctx, key)
-	return checked(key, r, err)
+	return checked(key, l.kind, r, err)
 }
 
 // checked wants the agent of an entry to be of the rank in its key. One of another rank is as unreadable as one
 // that cannot be decoded.
-func checked(key string, r record, err error) (record, error) {
-	if a := r.agent; err == nil && a != nil && (rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID(a.ID)) {
+func checked(key string, kind linkKind, r record, err error) (record, error) {
+	a := r.agent
+	if err != nil || a == nil {
+		return r, err
+	}
+	if kind.rankKey(a.EngineID, a.TPRank, a.PPRank) != key || !legalID(a.ID) {
 		return record{seq: r.seq}, &unreadableError{fmt.Errorf("the registry's entry of %s describes agent %q, %s", keyName(key), a.ID, nameOf(a))}
 	}
-	return r, err
+	if owner := keyOwner(key); owner != "" && ownerOf(core.AgentID(a.ID)) != owner && !fault.On("bus-entry-unsigned") {
+		return record{seq: r.seq}, &unreadableError{fmt.Errorf("the registry's entry of %s describes agent %q, which is of another key", keyName(key), a.ID)}
+	}
+	return r, nil
 }
 
-func (l *link) missing(t core.Target, live []string) error {
+func (l *link) missing(t core.Target, live []string, ended time.Time) error {
 	there := "nothing is"
 	if len(live) > 0 {
 		there = "registered are " + strings.Join(live, ", ")
@@ -178,6 +199,9 @@ func (l *link) missing(t core.Target, live []string) error {
 	engine := "any engine"
 	if t.EngineID != "" {
 		engine = fmt.Sprintf("engine %q", t.EngineID)
+	}
+	if !ended.IsZero() {
+		there += fmt.Sprintf("; its last entry has ended %v ago by this host's clock, which must be right", time.Since(ended).Round(time.Second))
 	}
 	return fmt.Errorf("%w: %s, %s at %s: %s", core.ErrNotRegistered, engine, rankOf(t), l.name, there)
 }

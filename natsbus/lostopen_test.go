@@ -84,7 +84,7 @@ func TestOpenOfAnothersKey(t *testing.T) {
 		m    []byte
 	}{{e, theirs}, {d, mine.message}} {
 		s, _, err := p.accept(open.from.ID(), open.m, served.number())
-		if err != nil || served.repeated(open.m) || !served.add(newHeld(s, open.m)) {
+		if err != nil || served.repeated(open.m) || !served.add(newHeld(p, s, open.m)) {
 			t.Fatal(errors.Join(err, errors.New("an open is not taken")))
 		}
 	}

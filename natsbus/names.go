@@ -8,6 +8,8 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/nats-io/nkeys"
+
 	"github.com/kvconn/kvconn/core"
 )
 
@@ -123,12 +125,46 @@ func rankSuffix(tp, pp int) string {
 	return fmt.Sprintf(".%d.%d", tp, pp)
 }
 
+// clusterKey is a rank's key in a cluster's registry. The engine of an nkey has the nkey as a token of its own, to which the
+// cluster's permissions can hold a user.
+func clusterKey(engine string, tp, pp int) string {
+	owner, rest := engineOwner(engine)
+	if owner == "" {
+		return rankKey(engine, tp, pp)
+	}
+	return subtree + owner + "." + strings.TrimPrefix(rankKey(rest, tp, pp), subtree)
+}
+
+// engineOwner is the nkey with which an engine id begins, and the rest of the id; no owner if it begins with none. In a cluster
+// such an id is of that nkey's user.
+func engineOwner(engine string) (owner, rest string) {
+	if len(engine) < nkeyChars || !nkeys.IsValidPublicUserKey(engine[:nkeyChars]) {
+		return "", engine
+	}
+	return engine[:nkeyChars], engine[nkeyChars:]
+}
+
+const nkeyChars = 56 // of a public nkey
+
+// keyOwner is the nkey that a key of a cluster's registry names; "" if it names none.
+func keyOwner(key string) string {
+	owner, _, _ := strings.Cut(strings.TrimPrefix(key, subtree), ".")
+	if !nkeys.IsValidPublicUserKey(owner) {
+		return ""
+	}
+	return owner
+}
+
 // keyName is a key in a form for readers.
 func keyName(key string) string {
-	engine, rank, _ := strings.Cut(strings.TrimPrefix(key, subtree), ".")
+	owner, under := keyOwner(key), strings.TrimPrefix(key, subtree)
+	if owner != "" {
+		under = strings.TrimPrefix(under, owner+".")
+	}
+	engine, rank, _ := strings.Cut(under, ".")
 	raw, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(engine, "e"))
 	if err != nil || strconv.Quote(rank) != `"`+rank+`"` { // a stranger's registry may say anything
 		return fmt.Sprintf("%.300q", key)
 	}
-	return fmt.Sprintf("%q rank %s", raw, rank)
+	return fmt.Sprintf("%q rank %s", owner+string(raw), rank)
 }

@@ -19,7 +19,7 @@ func Open(opt Options) (*Bus, error) {
 		return nil, fmt.Errorf("natsbus: %w", err)
 	}
 	b := &Bus{slots: make(chan struct{}, maxHandlers), long: make(chan struct{}, maxLong), links: map[core.Via]*entry{}, asked: make(chan asked),
-		longs: newLongs(maxArrival), longJoins: newLongs(maxArrival), kick: make(chan struct{}, 1)}
+		longs: newLongs(maxArrival, opt.Identity.ownerIn), longJoins: newLongs(maxArrival, opt.Identity.ownerIn), kick: make(chan struct{}, 1)}
 	b.common = common{opt: opt, log: opt.Logger, events: b, temp: hostenv.TempDir()}
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	switch {
@@ -29,7 +29,7 @@ func Open(opt Options) (*Bus, error) {
 			b.cancel()
 			return nil, err
 		}
-		b.seals, b.sessionless = newSeals(opt.Identity), newSessionless()
+		b.seals, b.sessionless = newSeals(opt.Identity), newSessionless(opt.Identity.ownerIn)
 		b.openHome = func() (*link, error) {
 			return connect(&b.common, endpoint{clusterLink, "", name, opt.ClusterURL, dialTCP, nil})
 		}

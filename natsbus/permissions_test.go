@@ -29,6 +29,9 @@ func newUser(t testing.TB) user {
 	return user{seed, key}
 }
 
+// engine is an engine id of that user's.
+func (u user) engine(name string) string { return u.key + "-" + name }
+
 // agent is an identity of that user's, under a name of the test.
 func (u user) named(t testing.TB, name string) *Identity {
 	t.Helper()
@@ -90,13 +93,13 @@ func TestAttacksOnACluster(t *testing.T) {
 		return b
 	}
 	prefill := bus(up, "CP")
-	if err := prefill.Register(ctxOf(t, nettest.ElectionBound), agent(string(prefill.opt.Identity.ID()), "e")); err != nil {
+	if err := prefill.Register(ctxOf(t, nettest.ElectionBound), agent(string(prefill.opt.Identity.ID()), up.engine("e"))); err != nil {
 		t.Fatal(err)
 	}
 	works := func(name string) *Bus {
 		t.Helper()
 		d := bus(ud, name)
-		for _, engine := range []string{"e", ""} {
+		for _, engine := range []string{up.engine("e"), ""} {
 			if a, _, err := d.Lookup(ctxOf(t, nettest.ElectionBound), core.Target{EngineID: engine}); err != nil || nick(a.ID) != "CP" {
 				t.Fatalf("%+v, %v", a, err)
 			}
@@ -118,7 +121,7 @@ func TestAttacksOnACluster(t *testing.T) {
 	me := ue.named(t, "CE").ID()
 	secure := nats.Secure(ca.Client())
 	box := inboxOf(me) + ".1"
-	entry := rankKey("e", 0, 0)
+	entry := clusterKey(up.engine("e"), 0, 0)
 	for _, subj := range []string{
 		subject(p, ">"), subject(victim, ">"), agentRoot + ">", agentRoot + "*.*.*.*", agentRoot + "*.*." + tokens(me), joinRoot + ">",
 		inboxRoot + ">", inboxOf(victim) + ".>", inboxOf(p) + ".>", importedReply + ">", "$KV.>", subtree + ">", "$JS.>", "$SYS.>", ">",
@@ -136,7 +139,7 @@ func TestAttacksOnACluster(t *testing.T) {
 	}
 	publish := []string{
 		subject(p, victim), subject(victim, p), subject(p, "x"), subject(p, core.AgentID(string(me)+".x")), agentRoot + tokens(p) + ".a." + tokens(me),
-		entry, subtree + "eZZ.0.0", inboxOf(victim) + ".1", inboxOf(p) + ".1", "$JS.API.INFO", "$SYS.REQ.SERVER.PING",
+		entry, subtree + "eZZ.0.0", subtree + up.key + ".eZZ.0.0", inboxOf(victim) + ".1", inboxOf(p) + ".1", "$JS.API.INFO", "$SYS.REQ.SERVER.PING",
 	}
 	var forwarded []string // it may say so, and nobody hears it
 	for _, api := range []string{"STREAM.CREATE", "STREAM.UPDATE", "STREAM.DELETE", "STREAM.PURGE", "STREAM.MSG.DELETE", "STREAM.MSG.GET", "STREAM.SNAPSHOT", "STREAM.LEADER.STEPDOWN", "STREAM.PEER.REMOVE", "CONSUMER.CREATE", "CONSUMER.LIST"} {

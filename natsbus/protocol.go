@@ -31,8 +31,9 @@ func hasToken(values []string, want string) bool {
 	return false
 }
 
-// defaultProof is how long a client may take to prove itself.
-const defaultProof = 2 * time.Second
+// defaultProof is how long a client may take to prove itself. A machine that is busy may hold an honest one up for seconds. Who
+// holds a place for as long without need gives it up to the next that comes, see maxHandshakes.
+const defaultProof = 10 * time.Second
 
 // headConn first reads the bytes that came in one packet with an HTTP head.
 type headConn struct {

@@ -14,9 +14,6 @@ import (
 )
 
 const (
-	// sinceHeader orders the agents that register one rank: the newest wins,
-	// also when the bucket was lost and all of them come back at once.
-	sinceHeader  = "Kvconn-Since"
 	opHeader     = "KV-Operation"
 	markerHeader = "Nats-Marker-Reason"
 )
@@ -30,6 +27,7 @@ type record struct {
 	agent *wire.Agent
 	since int64
 	seq   uint64
+	ended time.Time // when the entry of an nkey's engine has ended, if it lies there still
 }
 
 func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, error) {
@@ -41,6 +39,13 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
 	if r.since > time.Now().Add(mostAhead).UnixNano() {
 		r.since = 0
+	}
+	ended, err := attest(header, data, key)
+	if err != nil {
+		return record{seq: r.seq}, &unreadableError{err}
+	}
+	if !ended.IsZero() {
+		return record{seq: r.seq, ended: ended}, nil
 	}
 	r.agent = new(wire.Agent)
 	if err := wire.Decode(data, r.agent); err != nil {
@@ -61,27 +66,29 @@ func unreadable(err error) bool {
 
 // registration is this agent's entry in the registry.
 type registration struct {
-	id    core.AgentID
-	name  string // of the rank, for logs and errors
-	key   string
-	dp    int
-	value []byte
-	since int64
-	seq   uint64       // sequence of the last known message under the key
-	taken core.AgentID // the agent that has taken the rank over
-	guest bool         // another process's agent, which logs changes itself
+	id     core.AgentID
+	name   string // of the rank, for logs and errors
+	engine string
+	key    string
+	dp     int
+	value  []byte
+	since  int64
+	seq    uint64       // sequence of the last known message under the key
+	taken  core.AgentID // the agent that has taken the rank over
+	guest  bool         // another process's agent, which logs changes itself
 	// unchecked counts the writes since the stream's settings were looked at and found right.
 	unchecked int
 	stop      context.CancelFunc
 	done      chan struct{}
 }
 
+// registrationOf is an agent's entry, without its key: that is of the link.
 func registrationOf(a *wire.Agent) (*registration, error) {
 	value, err := a.MarshalMsg(nil)
 	if err == nil {
 		err = wire.Decode(value, new(wire.Agent)) // a peer must be able to read it
 	}
-	return &registration{id: core.AgentID(a.ID), name: nameOf(a), value: value, done: make(chan struct{}), dp: a.DPRank, key: rankKey(a.EngineID, a.TPRank, a.PPRank)}, err
+	return &registration{id: core.AgentID(a.ID), name: nameOf(a), engine: a.EngineID, value: value, done: make(chan struct{}), dp: a.DPRank}, err
 }
 
 func rankName(engine string, dp, tp, pp int) string {

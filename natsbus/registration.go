@@ -20,6 +20,7 @@ import (
 // wins.
 func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	name := nameOf(a)
+	l := b.homeLink()
 	reg, err := registrationOf(a)
 	if err == nil && a.ID != string(b.opt.Identity.ID()) {
 		err = fmt.Errorf("the registration names agent %q, but this is agent %s", a.ID, b.opt.Identity.ID())
@@ -27,9 +28,12 @@ func (b *Bus) Register(ctx context.Context, a *wire.Agent) error {
 	if err != nil {
 		return fmt.Errorf("register %s: %w", name, err)
 	}
-	l := b.homeLink()
 	if l == nil {
 		return fmt.Errorf("register %s: this agent has no server or cluster of its own", name)
+	}
+	reg.key = l.kind.rankKey(a.EngineID, a.TPRank, a.PPRank)
+	if err := b.opt.Identity.mayName(reg.key, a.EngineID); err != nil {
+		return fmt.Errorf("register %s: %w", name, err)
 	}
 	renewing, stop := context.WithCancel(b.ctx)
 	reg.stop = stop
@@ -154,13 +158,20 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 		m := nats.NewMsg(reg.key)
 		m.Data = reg.value
 		m.Header.Set(sinceHeader, strconv.FormatInt(reg.since, 10))
+		b.opt.Identity.signEntry(m, time.Now().Add(b.opt.TTL+clocksApart))
 		var ack *jetstream.PubAck
-		ack, err = l.js.PublishMsg(ctx, m, jetstream.WithMsgTTL(b.opt.TTL), jetstream.WithExpectStream(stream),
+		writing, written := l.write(ctx, reg.key)
+		ack, err = l.js.PublishMsg(writing, m, jetstream.WithMsgTTL(b.opt.TTL), jetstream.WithExpectStream(stream),
 			jetstream.WithExpectLastSequencePerSubject(reg.seq), jetstream.WithRetryAttempts(0))
+		denied := context.Cause(writing)
+		written()
+		var not *deniedError
 		switch {
 		case err == nil:
 			reg.seq = ack.Sequence
 			return nil
+		case errors.As(denied, &not):
+			return b.opt.Identity.mayNotWrite(l.name, reg.key, reg.engine, not)
 		case errors.Is(err, jetstream.ErrNoStreamResponse), errors.Is(err, nats.ErrNoResponders):
 			if err := l.createBucket(ctx); err != nil {
 				return l.failure(session, err)
@@ -176,6 +187,23 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 		}
 	}
 	return l.failure(session, err)
+}
+
+// write is ctx until the server says that this agent may not publish at a key: nothing else answers then.
+func (l *link) write(ctx context.Context, key string) (context.Context, context.CancelFunc) {
+	ctx, deny := context.WithCancelCause(ctx)
+	w := &writing{key, deny}
+	l.mu.Lock()
+	l.writing = w
+	l.mu.Unlock()
+	return ctx, func() {
+		deny(nil)
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if l.writing == w {
+			l.writing = nil
+		}
+	}
 }
 
 // mayTake decides between this agent and the one in the registry, and logs a change.

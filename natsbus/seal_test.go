@@ -40,7 +40,7 @@ func established(t testing.TB, asker, answerer *Identity) (asks *sealSession, an
 	if len(o.message) != openBytes || len(opened) != openedBytes || kindOfSealed(o.message) != sealOpen || kindOfSealed(opened) != sealOpened {
 		t.Fatalf("messages of %d and %d bytes", len(o.message), len(opened))
 	}
-	return asks, newHeld(s, o.message)
+	return asks, newHeld(answerer, s, o.message)
 }
 
 func sealedRequest(s *sealSession, text string) []byte {

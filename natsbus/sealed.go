@@ -78,7 +78,7 @@ func (b *Bus) unseal(v *asked) bool {
 		if err != nil {
 			return drop(&seals.forged, err)
 		}
-		if !seals.served.add(newHeld(s, m.Data)) {
+		if !seals.served.add(newHeld(seals.self, s, m.Data)) {
 			return drop(&seals.repeated, errors.New("its session is open already"))
 		}
 		seals.accepted.Add(1)

@@ -5,6 +5,8 @@ import (
 	"sync"
 
 	"github.com/nats-io/nats.go"
+
+	"github.com/kvconn/kvconn/core"
 )
 
 // A message over a cluster that is of no session may be anybody's, and its answer takes signatures: an open, or a request
@@ -26,19 +28,21 @@ type sessionless struct {
 	queue     chan *asked
 	answerers chan struct{} // one for each message that is being answered
 
+	owner func(core.AgentID) string
+
 	mu sync.Mutex
 	of map[string]int // how many wait, of each owner
 }
 
-func newSessionless() *sessionless {
-	return &sessionless{queue: make(chan *asked, maxSessionless), answerers: make(chan struct{}, maxAnswerers), of: map[string]int{}}
+func newSessionless(owner func(core.AgentID) string) *sessionless {
+	return &sessionless{owner: owner, queue: make(chan *asked, maxSessionless), answerers: make(chan struct{}, maxAnswerers), of: map[string]int{}}
 }
 
 // put has a message wait; false if too many do.
 func (s *sessionless) put(v *asked) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	owner := ownerOf(v.from)
+	owner := s.owner(v.from)
 	if s.of[owner] >= maxSessionlessOf {
 		return false
 	}
@@ -57,7 +61,7 @@ func (s *sessionless) put(v *asked) bool {
 func (s *sessionless) answered(v *asked) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	owner := ownerOf(v.from)
+	owner := s.owner(v.from)
 	if s.of[owner]--; s.of[owner] == 0 {
 		delete(s.of, owner)
 	}

@@ -42,7 +42,7 @@ func TestClusterWithKeys(t *testing.T) {
 		cfg := testConfig(role)
 		cfg.NATSURL, cfg.NATSNKeySeedFile, cfg.ConnectTimeout = c.URL(), seed, Seconds(10*time.Second)
 		if role == RolePrefill {
-			cfg.AdvertiseHost = "127.0.0.1"
+			cfg.AdvertiseHost, cfg.EngineID = "127.0.0.1", pk+"-p0"
 		} else {
 			cfg.NATSJSPrefix = "kvconn.v1.registry"
 		}
@@ -93,11 +93,12 @@ func TestClusterOfBothRoles(t *testing.T) {
 	keys := []string{ak, bk}
 	c := nettest.NewNATS(t, "-c", nettest.ClusterOf(t, keys, keys))
 	engine := func(seed, id string) *side {
+		t.Helper()
 		cfg := testConfig(RoleBoth)
 		cfg.EngineID, cfg.NATSURL, cfg.NATSNKeySeedFile, cfg.ConnectTimeout, cfg.AdvertiseHost = id, c.URL(), seed, Seconds(10*time.Second), "127.0.0.1"
 		return open(t, cfg)
 	}
-	a, b := engine(as, "one"), engine(bs, "two")
+	a, b := engine(as, ak+"-one"), engine(bs, bk+"-two")
 	for id, pair := range map[core.TransferID][2]*side{"there": {a, b}, "back": {b, a}} {
 		p, d := pair[0], pair[1]
 		p.fill(byte(len(id)), 3)

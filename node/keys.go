@@ -32,7 +32,7 @@ func Keys() []KeyGroup {
 	r := rdma.DefaultConfig()
 	return []KeyGroup{
 		{"The engine and this rank", []Key{
-			{Name: "engine_id", Without: "required", Meaning: "Names the engine: the same for all its tp and pp ranks, another one for each dp rank. vLLM sets it. Role `bootstrap` needs none."},
+			{Name: "engine_id", Without: "required", Meaning: "Names the engine: the same for all its tp and pp ranks, another one for each dp rank. vLLM sets it. Role `bootstrap` needs none. In a NATS cluster begin it with the engine's nkey, see [security](security.md#names-of-engines-in-a-cluster)."},
 			{Name: "role", Without: "required", Meaning: "`prefill`, `decode` or `both`; vLLM sets it from `kv_role`. `bootstrap` is a process that has the bootstrap port and no KV caches, see [ranks](ranks.md)."},
 			{Name: "tp_size", Default: 1, Unit: "ranks", Meaning: "How many tensor-parallel ranks the engine has."},
 			{Name: "pp_size", Default: 1, Unit: "ranks", Meaning: "How many pipeline-parallel ranks the engine has."},

@@ -154,7 +154,7 @@ func (e *evil) came(l *evilLink, subject, reply string, data []byte) {
 	case strings.Contains(subject, ".STREAM.INFO."):
 		l.send(reply, "", []byte(`{"type":"io.nats.jetstream.api.v1.stream_info_response","config":{"name":"KV_kvconn_ranks","subjects":["$KV.kvconn_ranks.>"],"allow_direct":true},"state":{"messages":1}}`))
 	case strings.Contains(subject, ".DIRECT.GET."):
-		l.send(reply, "Nats-Stream: KV_kvconn_ranks\r\nNats-Subject: "+entryAt()+"\r\nNats-Sequence: 1\r\nNats-Time-Stamp: 2026-01-01T00:00:00Z\r\n", e.entry)
+		l.send(reply, "Nats-Stream: KV_kvconn_ranks\r\nNats-Subject: "+entryAt("p0")+"\r\nNats-Sequence: 1\r\nNats-Time-Stamp: 2026-01-01T00:00:00Z\r\n", e.entry)
 	default:
 		req := new(wire.Request)
 		if wire.Decode(data, req) == nil && (e.answer == nil || !e.answer(l, reply, req)) {

@@ -78,7 +78,7 @@ func (h *honest) load(t testing.TB, p, d *victim, id string) {
 	t.Helper()
 	p.say("offer %s 4 4", id)
 	began := time.Now()
-	d.say("load %s 20 4 %s", id, p.boot)
+	d.say("load %s 20 4 %s", id, p.from())
 	l := d.report(id)
 	h.all++
 	h.times = append(h.times, time.Since(began))

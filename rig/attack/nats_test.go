@@ -19,7 +19,8 @@ import (
 )
 
 const (
-	natsEntry    = "$KV.kvconn_ranks.e"
+	natsRoot     = "$KV.kvconn_ranks."
+	natsEntry    = natsRoot + "e"
 	natsStream   = "KV_kvconn_ranks"
 	natsRegistry = "kvconn.v1.registry" // where examples/nats/kvconn.conf has it for decode engines
 )
@@ -45,13 +46,16 @@ func newNATSKey(t testing.TB) natsKey {
 	return k
 }
 
+// engine is an engine id of that user's.
+func (k natsKey) engine(name string) string { return k.public + "-" + name }
+
 // at is a victim's configuration at a NATS server.
 func (k natsKey) at(c *nettest.NATSServer, role string) map[string]any {
 	cfg := map[string]any{"role": role, "nats_url": c.URL(), "nats_nkey_seed_file": k.file, "connect_timeout_s": bound.Seconds()}
 	if role == "decode" {
 		cfg["nats_js_prefix"] = natsRegistry
 	} else {
-		cfg["advertise_host"] = "127.0.0.1"
+		cfg["advertise_host"], cfg["engine_id"] = "127.0.0.1", k.engine("p0")
 	}
 	return cfg
 }
@@ -79,8 +83,13 @@ func barred(t testing.TB, nc *nats.Conn) bool {
 // spoken is an agent's id as a part of a subject.
 func spoken(id string) string { return strings.Replace(id, "-", ".", 1) }
 
-// entryAt is the key of the victims' prefill engine.
-func entryAt() string { return natsEntry + base64.RawURLEncoding.EncodeToString([]byte("p0")) + ".0.0" }
+// entryAt is the key of an engine.
+func entryAt(engine string) string {
+	if owner := engine[:min(len(engine), 56)]; nkeys.IsValidPublicUserKey(owner) {
+		return natsRoot + owner + ".e" + base64.RawURLEncoding.EncodeToString([]byte(engine[56:])) + ".0.0"
+	}
+	return natsEntry + base64.RawURLEncoding.EncodeToString([]byte(engine)) + ".0.0"
+}
 
 // TestStrangerAtANATSServer: somebody who reaches the NATS server of a deployment, with no
 // credential, a forged one, or the key of another decode engine. The server has the users of
@@ -113,7 +122,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 	}
 	read := func() *wire.Agent {
 		t.Helper()
-		m, err := nc.Request(natsRegistry+".DIRECT.GET."+natsStream+"."+entryAt(), nil, bound)
+		m, err := nc.Request(natsRegistry+".DIRECT.GET."+natsStream+"."+entryAt(p.names), nil, bound)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -146,7 +155,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 	}
 	publish := []string{ // in another's name, in another's place
 		"kvconn.v1.agent." + spoken(p.id) + "." + spoken(d.id), "kvconn.v1.agent." + spoken(d.id) + "." + spoken(p.id), "kvconn.v1.agent." + spoken(p.id) + ".x", "kvconn.v1.join." + mine,
-		"_INBOX." + spoken(d.id) + ".x", "_INBOX." + spoken(p.id) + ".x", entryAt(), natsEntry + "ZZ.0.0", "$JS.API.INFO", "$JS.API.STREAM.NAMES", "$SYS.REQ.SERVER.PING",
+		"_INBOX." + spoken(d.id) + ".x", "_INBOX." + spoken(p.id) + ".x", entryAt(p.names), natsEntry + "ZZ.0.0", "$JS.API.INFO", "$JS.API.STREAM.NAMES", "$SYS.REQ.SERVER.PING",
 	}
 	apis := []string{"STREAM.CREATE", "STREAM.UPDATE", "STREAM.DELETE", "STREAM.PURGE", "STREAM.MSG.DELETE", "STREAM.MSG.GET", "STREAM.SNAPSHOT", "STREAM.RESTORE", "CONSUMER.CREATE", "CONSUMER.NAMES"}
 	for _, api := range apis {
@@ -184,8 +193,8 @@ func TestStrangerAtANATSServer(t *testing.T) {
 		}
 	}
 	// It asks in its own name, and names others' subjects for the answers.
-	for _, reply := range []string{entryAt(), natsEntry + "ZZ.0.0", "_INBOX." + spoken(d.id) + ".x", "kvconn.v1.agent." + spoken(d.id) + "." + mine} {
-		for _, subject := range []string{"kvconn.v1.agent." + spoken(p.id) + "." + mine, natsRegistry + ".STREAM.INFO." + natsStream, natsRegistry + ".DIRECT.GET." + natsStream + "." + entryAt()} {
+	for _, reply := range []string{entryAt(p.names), natsEntry + "ZZ.0.0", "_INBOX." + spoken(d.id) + ".x", "kvconn.v1.agent." + spoken(d.id) + "." + mine} {
+		for _, subject := range []string{"kvconn.v1.agent." + spoken(p.id) + "." + mine, natsRegistry + ".STREAM.INFO." + natsStream, natsRegistry + ".DIRECT.GET." + natsStream + "." + entryAt(p.names)} {
 			if err := nc.PublishRequest(subject, reply, data); err != nil {
 				t.Fatal(err)
 			}
@@ -230,7 +239,7 @@ func TestTokenHolderAtANATSServer(t *testing.T) {
 	calm := before(t, p, d)
 	nc := client(t, c, nats.Token("right"))
 	h, worst := &honest{}, time.Duration(0)
-	for _, attack := range [][][2]string{{{entryAt(), "garbage"}}, {{"$JS.API.STREAM.PURGE." + natsStream, "{}"}, {"$JS.API.STREAM.DELETE." + natsStream, "{}"}}} {
+	for _, attack := range [][][2]string{{{entryAt(p.names), "garbage"}}, {{"$JS.API.STREAM.PURGE." + natsStream, "{}"}, {"$JS.API.STREAM.DELETE." + natsStream, "{}"}}} {
 		for _, say := range attack {
 			if m, err := nc.Request(say[0], []byte(say[1]), bound); err != nil || strings.Contains(string(m.Data), `"error"`) {
 				t.Fatalf("%s: %+v, %v", say[0], m, err)

@@ -200,6 +200,7 @@ type victim struct {
 	kept  []said
 	boot  string
 	id    string
+	names string // its engine_id
 
 	slowest    float64   // of its start_loads, in ms
 	calm, peak float64   // its memory before the attack, and at the most; in MiB
@@ -234,7 +235,7 @@ func startAs(t testing.TB, cmd *exec.Cmd, order string, cfg map[string]any) *vic
 		t.Fatal(err)
 	}
 	cmd.Env = append(os.Environ(), victimVariable+"="+string(text), orderVariable+"="+order)
-	v := &victim{t: t}
+	v := &victim{t: t, names: full["engine_id"].(string)}
 	v.run(cmd)
 	ready := v.until(func(l said) bool { return l.Ready })
 	v.boot, v.id = ready.Bootstrap, ready.Agent
@@ -352,6 +353,9 @@ func (v *victim) watch() {
 func transfer(t testing.TB, p, d *victim, id string) said {
 	t.Helper()
 	p.say("offer %s 4 4", id)
-	d.say("load %s 20 4 %s", id, p.boot)
+	d.say("load %s 20 4 %s", id, p.from())
 	return d.report(id)
 }
+
+// from is what a load from it names.
+func (v *victim) from() string { return v.boot + " " + v.names }

@@ -28,7 +28,7 @@ func (v *victim) poll(what string, f func(said) bool) said {
 // loadEarly has decode load what prefill's engine has not named yet. It is true if prefill keeps the load.
 func loadEarly(p, d *victim, id string) (kept bool) {
 	d.t.Helper()
-	d.say("load %s 20 4 %s", id, p.boot)
+	d.say("load %s 20 4 %s", id, p.from())
 	l := d.poll("load of "+id, func(l said) bool { return l.Stats.LoadsWaiting > 0 || l.Stats.LoadsUnderWay == 0 })
 	return l.Stats.LoadsWaiting > 0
 }

@@ -12,6 +12,14 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
+// hostileEngine is an engine id that the attacker's prefill engine may have.
+func (s *scene) hostileEngine(name string) string {
+	if s.nkeys {
+		return s.hostileP.engine(name)
+	}
+	return name
+}
+
 // prefills is a prefill engine of the attacker's that has all that a prefill engine of the deployment has. It is registered, and
 // decode agents that load from it meet it. a is what it says of itself.
 func (s *scene) prefills(engine string, a *wire.Agent) *evil {

@@ -36,11 +36,11 @@ func TestFramesThatLeaveHoles(t *testing.T) {
 		plain := map[string]any{"tcp_encrypt": "never"} // frames are the same, and the attacker seals none
 		p := s.startAs(exec.Command(os.Args[0]), "NHD", "prefill", plain)
 		d := s.startAs(exec.Command(os.Args[0]), "NHD", "decode", plain)
-		e := s.prefills("evil", ofHeads().Hello)
+		e := s.prefills(s.hostileEngine("evil"), ofHeads().Hello)
 		const first, blocks = 24, 4
 		const bytes = blocks * layers * blockBytes
 		const most = bytes / core.RegionAlign // pieces of the load, of one token of one head
-		d.say("load holes %d %d %s evil", first, blocks, e.boot)
+		d.say("load holes %d %d %s %s", first, blocks, e.boot, s.hostileEngine("evil"))
 		l := e.load(s, "holes")
 		st := await(s, "stream of decode's", e.streams)
 		at := uint64(bytes)

@@ -103,7 +103,7 @@ func TestRanksThatFillTheRegistry(t *testing.T) {
 // sequence is the number of the newest entry of the victims' prefill engine.
 func (s *session) sequence() (n uint64) {
 	s.a.t.Helper()
-	head, _, err := s.answer("$JS.API.DIRECT.GET."+natsStream+"."+entryAt(), nil)
+	head, _, err := s.answer("$JS.API.DIRECT.GET."+natsStream+"."+entryAt("p0"), nil)
 	if err == nil {
 		_, rest, _ := strings.Cut(head, jetstream.SequenceHeader+":")
 		_, err = fmt.Sscan(rest, &n)
@@ -128,8 +128,12 @@ func TestEntriesThatFillARegistry(t *testing.T) {
 			before(s, p, d)
 			nc := s.user(s.hostileP)
 			junk := make([]byte, 1_000_000)
+			under := natsEntry
+			if m.nkeys {
+				under = natsRoot + s.hostileP.public + ".e"
+			}
 			for i := range entries {
-				m, err := nc.Request(fmt.Sprintf("%sJUNK%d.0.0", natsEntry, i), junk, bound)
+				m, err := nc.Request(fmt.Sprintf("%sJUNK%d.0.0", under, i), junk, bound)
 				if err != nil || strings.Contains(string(m.Data), `"error"`) {
 					t.Fatalf("entry %d: %+v, %v", i, m, err)
 				}

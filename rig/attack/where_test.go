@@ -20,6 +20,7 @@ type meeting struct {
 	name    string
 	cluster bool   // at a NATS server, else at prefill's own port
 	nkeys   bool   // with examples/nats/kvconn.conf
+	earlier bool   // that file as it was: each prefill engine may write all entries
 	token   string // "": none
 	tls     bool
 }
@@ -72,7 +73,11 @@ func newScene(t *testing.T, m meeting) *scene {
 	if m.nkeys {
 		s.prefill, s.decode, s.hostileP, s.hostile = newNATSKey(t), newNATSKey(t), newNATSKey(t), newNATSKey(t)
 		prefills, decodes := []string{s.prefill.public, s.hostileP.public}, []string{s.decode.public, s.hostile.public}
-		args = append(args, "-c", nettest.ClusterOf(t, prefills, decodes))
+		users := nettest.ClusterOf
+		if m.earlier {
+			users = nettest.EarlierClusterOf
+		}
+		args = append(args, "-c", users(t, prefills, decodes))
 	} else if m.token != "" {
 		args = append(args, "--auth", m.token)
 	}
@@ -112,7 +117,7 @@ func (s *scene) config(role string) map[string]any {
 	}
 	switch {
 	case s.nkeys && role == "prefill":
-		c["nats_nkey_seed_file"] = s.prefill.file
+		c["nats_nkey_seed_file"], c["engine_id"] = s.prefill.file, s.prefill.engine("p0")
 	case s.nkeys:
 		c["nats_nkey_seed_file"], c["nats_js_prefix"] = s.decode.file, natsRegistry
 	}
@@ -212,7 +217,7 @@ func (s *scene) decoder(p *victim) *rogue {
 	defer cancel()
 	var via core.Via
 	at, err := insistent(func() (at *wire.Agent, err error) {
-		at, via, err = r.Lookup(ctx, core.Target{Bootstrap: p.boot, EngineID: "p0", DPRank: -1})
+		at, via, err = r.Lookup(ctx, core.Target{Bootstrap: p.boot, EngineID: p.names, DPRank: -1})
 		return at, err
 	})
 	if err != nil {

@@ -1,6 +1,7 @@
 package nettest
 
 import (
+	"bytes"
 	"os"
 	"path/filepath"
 	"slices"
@@ -48,6 +49,24 @@ func ClusterOf(t testing.TB, prefills, decodes []string) (file string) {
 		t.Fatal(err)
 	}
 	return name
+}
+
+// EarlierClusterOf is ClusterOf as the file was before each prefill engine was held to the entries of its own engine ids: each may
+// write all.
+func EarlierClusterOf(t testing.TB, prefills, decodes []string) (file string) {
+	t.Helper()
+	file = ClusterOf(t, prefills, decodes)
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range prefills {
+		text = bytes.ReplaceAll(text, []byte("$KV.kvconn_ranks."+key+".>"), []byte("$KV.kvconn_ranks.>"))
+	}
+	if err := os.WriteFile(file, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
 }
 
 // linesFor is an engine's account. A line that names another engine stands there once for each of the others.
