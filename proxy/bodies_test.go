@@ -261,7 +261,7 @@ func TestBodyIsLetGo(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, "the body is let go", func() bool { return r.Proxy.bodies.held() == 0 })
+		eventually(t, "the body is let go", func() bool { return r.Proxy.bodies.held() < requestMemory+firstChunk })
 		close(goOn)
 		if text, err := io.ReadAll(resp.Body); err != nil || string(text) != "begun" {
 			t.Errorf("%s: %q, %v", path, text, err)
@@ -334,7 +334,7 @@ func TestFullBudget(t *testing.T) {
 	if got := d.next(t).body[paramsName]; string(got) != params {
 		t.Errorf("decode gets %d bytes of params", len(got))
 	}
-	filled.add(2<<20 - 4096)
+	filled.add(2<<20 - 256<<10)
 	if resp, text := r.post(t, `{"prompt":"x"}`); resp.StatusCode != http.StatusOK {
 		t.Errorf("beside bodies that take nearly all: %s %s", resp.Status, text)
 	}
@@ -347,7 +347,7 @@ func TestFullBudget(t *testing.T) {
 	if resp, text := r.post(t, `{"prompt":"x"}`); resp.StatusCode != http.StatusServiceUnavailable || !strings.Contains(text, "--body-memory") {
 		t.Errorf("when nothing is left: %s %s", resp.Status, text)
 	}
-	if _, text := r.get(t, "/metrics"); !strings.Contains(text, fmt.Sprintf("kvconn_proxy_body_bytes %v\n", float64(11<<20-4096))) || !strings.Contains(text, "kvconn_proxy_bodies_refused_total 7\n") {
+	if _, text := r.get(t, "/metrics"); !strings.Contains(text, fmt.Sprintf("kvconn_proxy_request_bytes %v\n", float64(11<<20-256<<10))) || !strings.Contains(text, "kvconn_proxy_bodies_refused_total 7\n") {
 		t.Errorf("metrics: %s", text)
 	}
 	filled.end(0)
@@ -363,9 +363,9 @@ func TestBodyMemorySettings(t *testing.T) {
 		"--body-memory -1":                               `--body-memory "-1"`,
 		"--body-memory 1GiB":                             `--body-memory "1GiB"`,
 		"--body-memory":                                  "--body-memory needs a number",
-		"--body-memory 67633151":                         "--body-memory 67633151 has no room for a body of --max-body 67108864 and 524288 beside it: raise --body-memory to 67633152",
-		"--max-body 1073741824":                          "--body-memory 1073741824 has no room for a body of --max-body 1073741824",
-		"--body-memory 67633152":                         "",
+		"--body-memory 37748735":                         "--body-memory 37748735 has no room for a body of --max-body 33554432 and 4194304 beside it: raise --body-memory to 37748736",
+		"--max-body 134217728":                           "--body-memory 134217728 has no room for a body of --max-body 134217728",
+		"--body-memory 37748736":                         "",
 		"--max-body 1073741824 --body-memory 2000000000": "",
 	} {
 		_, err := ParseArgs(append(strings.Fields(args), servers...))
@@ -373,8 +373,138 @@ func TestBodyMemorySettings(t *testing.T) {
 			t.Errorf("%s: %v", args, err)
 		}
 	}
-	if err := (Config{Prefill: []Prefill{{URL: "http://p:1"}}, Decode: []string{"http://d:1"}, BodyMemory: -1}).validate(); err == nil || !strings.Contains(err.Error(), "BodyMemory -1") {
+	if err := (Config{Prefill: []Prefill{{URL: "http://p:1"}}, Decode: []string{"http://d:1"}, BodyMemory: -1}).validate(); err == nil || !strings.Contains(err.Error(), "--body-memory -1: give at least 37748736") {
 		t.Error(err)
+	}
+}
+
+// TestMemoryBound: at its defaults the router takes 256 MiB at the most, whatever clients do.
+func TestMemoryBound(t *testing.T) {
+	if got := memoryBound(DefaultConfig()); got != 256<<20 {
+		t.Errorf("the router may take %d MiB by its defaults", got>>20)
+	}
+	if got := maxConns(DefaultConfig()); got != 2048 {
+		t.Errorf("%d connections", got)
+	}
+	if got := maxConns(Config{MaxRequests: 1}); got != 2048 {
+		t.Errorf("%d connections for one request", got)
+	}
+}
+
+// requestOf is a request from an address, with a header of so many bytes and some.
+func requestOf(address string, header int) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, "/v1/completions", nil)
+	r.RemoteAddr = address
+	r.Header.Set("X-Long", strings.Repeat("x", header))
+	return r
+}
+
+// TestManyRequestsAtOnce: at its defaults the router has room for 1,000 prompts of 12 KB at once, from one address. Beside them it has
+// room for some requests from another one.
+func TestManyRequestsAtOnce(t *testing.T) {
+	cfg := DefaultConfig()
+	p := &Proxy{cfg: cfg, places: make(chan struct{}, cfg.MaxRequests)}
+	p.bodies.init(cfg)
+	text := bytes.Repeat([]byte("x"), 12_000)
+	var ends []func()
+	comes := func(address string, length int64) string {
+		r := requestOf(address, 200)
+		h, err := p.bodies.beginRequest(&cutClient{}, r)
+		ends = append(ends, func() { h.end(0) })
+		if err == nil {
+			_, err = h.readAll(bytes.NewReader(text), length)
+		}
+		if err != nil {
+			return err.Error()
+		}
+		place, reason := p.begin(r, h)
+		if place != nil {
+			ends = append(ends, place.done)
+		}
+		return reason
+	}
+	length := int64(len(text))
+	for i := range 1000 {
+		if reason := comes(fmt.Sprintf("10.0.0.1:%d", i), length); reason != "" {
+			t.Fatalf("request %d: %s", i, reason)
+		}
+	}
+	last := ""
+	for i := 0; i < 100 && last == ""; i++ {
+		last = comes("10.0.0.1:1", length)
+	}
+	if !strings.Contains(last, "--body-memory") && !strings.Contains(last, "--max-requests") {
+		t.Errorf("the client that has the most is refused by %q", last)
+	}
+	for i := range 14 {
+		if reason := comes("10.0.0.2:1", length); reason != "" {
+			t.Errorf("request %d from another address: %s", i, reason)
+		}
+	}
+	for _, end := range ends {
+		end()
+	}
+	if b := &p.bodies; b.held() != 0 || len(b.clients) != 0 || len(p.places) != 0 || b.arriving.Len() != 0 {
+		t.Errorf("%d bytes are counted in the end, of %v, for %d requests", b.held(), b.clients, len(p.places))
+	}
+}
+
+// TestRequestsCount: a request under way counts with its header until its end, and a header once.
+func TestRequestsCount(t *testing.T) {
+	cfg := DefaultConfig()
+	p := &Proxy{cfg: cfg, places: make(chan struct{}, 128)}
+	p.bodies.init(cfg)
+	r := requestOf("10.0.0.1:1", 15<<10)
+	head := headMemory(r)
+	if head < 3*15<<10 || head > 3*16<<10 {
+		t.Errorf("a header of 15 KiB counts %d bytes", head)
+	}
+	h, err := p.bodies.beginRequest(&cutClient{}, r)
+	if got := p.bodies.held(); err != nil || got != head || h.at == nil {
+		t.Errorf("before its body it counts %d bytes, %v", got, err)
+	}
+	text, err := h.readAll(strings.NewReader("0123456789"), 10)
+	body := int64(cap(text))
+	if got := p.bodies.held(); err != nil || got != head+body || h.at != nil {
+		t.Errorf("with its body it counts %d bytes, %v", got, err)
+	}
+	place, reason := p.begin(r, h)
+	if got := p.bodies.held(); got != requestMemory+head+body {
+		t.Fatalf("under way it counts %d bytes, %s", got, reason)
+	}
+	h.end(0)
+	if got := p.bodies.held(); got != requestMemory+head {
+		t.Errorf("without its body it counts %d bytes", got)
+	}
+	second := must(p.bodies.admit(requestOf("10.0.0.1:2", 0), nil, 1, 128))
+	second.leave()
+
+	// The last two places are for who has none or one.
+	if _, err := p.bodies.admit(r, nil, 126, 128); err != nil {
+		t.Error(err)
+	}
+	if _, err := p.bodies.admit(r, nil, 126, 128); err == nil || !strings.Contains(err.Error(), "the last 2 of --max-requests, 128,") {
+		t.Errorf("a third one of this client: %v", err)
+	}
+	if _, err := p.bodies.admit(requestOf("10.0.0.2:1", 0), nil, 127, 128); err != nil {
+		t.Error(err)
+	}
+	if _, err := p.bodies.admit(requestOf("10.0.0.3:1", 0), nil, 128, 128); err == nil || !strings.Contains(err.Error(), "128 requests are in flight") {
+		t.Error(err)
+	}
+
+	// No memory: the reason names the option.
+	p.bodies.begin(&cutClient{}, "10.0.0.4:1").add(p.bodies.most)
+	if _, err := p.bodies.admit(requestOf("10.0.0.5:1", 0), nil, 1, 128); !errors.Is(err, errBodies) || !strings.Contains(err.Error(), "--body-memory is 134217728 bytes") || strings.Contains(err.Error(), "body cannot be read") {
+		t.Error(err)
+	}
+	if h, err := p.bodies.beginRequest(&cutClient{}, r); !errors.Is(err, errBodies) || h.bytes != 0 {
+		t.Errorf("a header without room: %v", err)
+	}
+	before := p.bodies.held()
+	place.done()
+	if got := before - p.bodies.held(); got != requestMemory+head {
+		t.Errorf("%d bytes are let go at the end", got)
 	}
 }
 
@@ -382,8 +512,8 @@ func TestBodyMemorySettings(t *testing.T) {
 func TestBoundHeap(t *testing.T) {
 	before := debug.SetMemoryLimit(math.MaxInt64)
 	defer debug.SetMemoryLimit(before)
-	undo := boundHeap(Config{BodyMemory: 1 << 30, MaxBody: 1 << 26, MaxRequests: 1024})
-	const want = 1<<30 + 1<<28 + 1<<26 + 1<<27 + otherMemory
+	undo := boundHeap(Config{BodyMemory: 1 << 30, MaxBody: 1 << 26, MaxRequests: 4096})
+	const want = 1<<30 + 1<<28 + 1<<26 + 8192*connMemory + otherMemory
 	if got := debug.SetMemoryLimit(-1); got != want {
 		t.Errorf("the bound is %d, want %d", got, want)
 	}

@@ -110,7 +110,7 @@ func (p *Proxy) askTogether(s *server, q *question) {
 	defer cancel()
 	err := p.ask(ctx, s)
 	q.mayDiffer = mayDiffer(err)
-	if err != nil && ctx.Err() != nil {
+	if errors.Is(err, context.DeadlineExceeded) {
 		q.silentUntil = time.Now().Add(p.cfg.RetryInterval)
 	}
 }
