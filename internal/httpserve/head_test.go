@@ -19,6 +19,7 @@ func TestHeadTimeout(t *testing.T) {
 	const head = 100 * time.Millisecond
 	goOn := make(chan struct{})
 	s := serve(t, func(w http.ResponseWriter, r *http.Request) {
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(time.Hour)) // the body's time is the handler's
 		if r.URL.Path == "/wait" {
 			<-goOn // beyond the header's time
 			if r.Context().Err() != nil {
