@@ -12,13 +12,13 @@ import (
 
 func TestLaunchArguments(t *testing.T) {
 	c, err := parseLaunch([]string{"m", "--prefill-devices", "0+1,2+3", "--decode-devices=4,5", "--prefill-ports", "1,2", "--decode-ports", "7", "--port", "9",
-		"--connector-config", `{"transport":"tcp"}`, "--timeout", "3m", "--bench", "--bench-args", "--num-prompts 5", "--", "--port-like", "--", "x"})
+		"--connector-config", `{"transport":"tcp"}`, "--timeout", "3m", "--max-requests", "11", "--max-body", "12", "--body-memory", "9000000", "--bench", "--bench-args", "--num-prompts 5", "--", "--port-like", "--", "x"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if c.Model != "m" || !reflect.DeepEqual(c.PrefillDevices, []string{"0,1", "2,3"}) || !reflect.DeepEqual(c.DecodeDevices, []string{"4", "5"}) ||
 		!reflect.DeepEqual(c.PrefillPorts, []int{1, 2}) || !reflect.DeepEqual(c.DecodePorts, []int{7}) || c.Port != 9 || c.ConnectorConfig["transport"] != "tcp" ||
-		c.Ready != 3*time.Minute || !c.Bench || !reflect.DeepEqual(c.BenchArgs, []string{"--num-prompts", "5"}) || !reflect.DeepEqual(c.Args, []string{"--port-like", "--", "x"}) {
+		c.Ready != 3*time.Minute || c.MaxRequests != 11 || c.MaxBody != 12 || c.BodyMemory != 9000000 || !c.Bench || !reflect.DeepEqual(c.BenchArgs, []string{"--num-prompts", "5"}) || !reflect.DeepEqual(c.Args, []string{"--port-like", "--", "x"}) {
 		t.Errorf("%+v", c)
 	}
 	if c, err := parseLaunch([]string{"--prefill", "2", "m"}); err != nil || c.Model != "m" || c.Prefill != 2 {

@@ -30,6 +30,7 @@ func TestRefusals(t *testing.T) {
 		change func(t *testing.T, c *Config)
 		want   []string
 	}{
+		"no memory":           {func(_ *testing.T, c *Config) { c.BodyMemory = 1 << 20 }, []string{"--body-memory 1048576 has no room", "raise --body-memory to 37748736"}},
 		"no model":            {func(_ *testing.T, c *Config) { c.Model = "" }, []string{"no model"}},
 		"no vllm":             {func(_ *testing.T, c *Config) { c.VLLM = "vllm-of-nobody" }, []string{"the program vllm was not found", "pip install vllm", "--vllm"}},
 		"prefill port taken":  {func(_ *testing.T, c *Config) { c.PrefillPorts = []int{taken} }, []string{strconv.Itoa(taken), "prefill server 1", "is taken", "--prefill-ports"}},
@@ -88,6 +89,17 @@ func refuses(t *testing.T, c Config, want []string) {
 }
 
 // Devices are told to each server, and given out where none are named.
+// TestRouterLimits: the router has launch's limits, and its defaults where there are none.
+func TestRouterLimits(t *testing.T) {
+	r := Config{Host: "h", Port: 7, MaxRequests: 11, MaxBody: 12, BodyMemory: 13}.routes()
+	if r.Host != "h" || r.Port != 7 || r.MaxRequests != 11 || r.MaxBody != 12 || r.BodyMemory != 13 {
+		t.Errorf("%+v", r)
+	}
+	if err := (Config{}).routes().CheckLimits(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestDevices(t *testing.T) {
 	leaktest.Check(t)
 	for _, tt := range []struct{ visible, prefill, decode, wantPrefill, wantDecode string }{

@@ -53,6 +53,9 @@ type Config struct {
 	// Host and Port are where the router listens.
 	Host string
 	Port int
+	// MaxRequests, MaxBody and BodyMemory are the router's limits; 0 gives its default.
+	MaxRequests         int
+	MaxBody, BodyMemory int64
 	// ConnectorConfig has the keys of kvconn's configuration besides those that Run sets:
 	// kv_connector_extra_config, for SGLang KVCONN_SGLANG_CONFIG.
 	ConnectorConfig map[string]any
@@ -84,6 +87,14 @@ type Config struct {
 	Terminal bool
 }
 
+// routes is the router's configuration, without its servers.
+func (c Config) routes() proxy.Config {
+	r := proxy.DefaultConfig()
+	r.Contract, r.Host, r.Port, r.ShutdownTimeout = c.Contract, c.Host, c.Port, routerGrace
+	r.MaxRequests, r.MaxBody, r.BodyMemory = c.MaxRequests, c.MaxBody, c.BodyMemory
+	return r
+}
+
 // withDefaults fills in zero values, and refuses impossible ones.
 func (c Config) withDefaults() (Config, error) {
 	if c.Engine == "" {
@@ -98,6 +109,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if !slices.Contains(e.contracts(), c.Contract) {
 		return c, fmt.Errorf("launch: contract %q: %s speaks %v", c.Contract, c.Engine, e.contracts())
+	}
+	if err := c.routes().CheckLimits(); err != nil { // before the servers start, which takes minutes
+		return c, fmt.Errorf("launch: %w", err)
 	}
 	if c.Model == "" {
 		return c, errors.New("launch: no model: name one, as kvconn launch Qwen/Qwen2.5-7B-Instruct")

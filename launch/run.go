@@ -45,8 +45,7 @@ func Run(ctx context.Context, c Config) (err error) {
 		fmt.Fprintln(c.Out, "stopping all servers")
 		err = errors.Join(err, stopAll(all))
 	}()
-	routes := proxy.DefaultConfig()
-	routes.Contract, routes.Host, routes.Port, routes.ShutdownTimeout = c.Contract, c.Host, c.Port, routerGrace
+	routes := c.routes()
 	var servers []*server
 	add := func(role string, i int, ports []int, devices []string, bootstrap int) error {
 		name, device := fmt.Sprintf("%s %d", role, i+1), ""

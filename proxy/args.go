@@ -77,11 +77,11 @@ func Options() []Option {
 			func(c *Config, a *arg) error { c.FallbackDecode = true; return a.alone() }},
 		{"--decode-below", "BYTES", "", "A request whose body is smaller goes to a decode server alone, which computes the prompt itself. Not with `sglang`.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<40, func(n int64) { c.DecodeBelow = n }) }},
-		{"--max-requests", "N", count(d.MaxRequests), "Requests in flight; further ones get a 503.",
+		{"--max-requests", "N", count(d.MaxRequests), "Requests in flight; further ones get a 503. The last sixty-fourth is for clients that have fewer of them.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<20, func(n int64) { c.MaxRequests = int(n) }) }},
 		{"--max-body", "BYTES", strconv.FormatInt(d.MaxBody, 10), "The longest body of a request; a longer one gets a 413.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<40, func(n int64) { c.MaxBody = n }) }},
-		{"--body-memory", "BYTES", strconv.FormatInt(d.BodyMemory, 10), "The memory for all bodies until decode answers. Answers that are held whole may take a quarter as much beside it. A request for which there is no room gets a 503, large ones first. At least `--max-body` and 524288 more.",
+		{"--body-memory", "BYTES", strconv.FormatInt(d.BodyMemory, 10), "The memory for all requests: " + count(requestMemory) + " bytes for each in flight, three times its header, and its body until decode answers. Answers that are held whole may take a quarter as much beside it. A request for which there is no room gets a 503, large ones first. At least `--max-body` and " + count(leastReserve) + " more.",
 			func(c *Config, a *arg) error { return a.number(1<<20, 1<<41, func(n int64) { c.BodyMemory = n }) }},
 		{"--drain-timeout", "SECONDS", count(int(d.ShutdownTimeout / time.Second)), "How long requests may go on after SIGTERM.",
 			func(c *Config, a *arg) error {

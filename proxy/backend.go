@@ -36,6 +36,9 @@ type server struct {
 	port    int             // the bootstrap port that the server names itself, 0 if it names none
 	term    context.Context // ends when the server has another role; nil by contracts without such changes
 	endTerm context.CancelCauseFunc
+
+	againMu sync.Mutex
+	again   *question // the last that requests have asked together
 }
 
 // bootstrapAt is the configured bootstrap port, else the one that was found; 0 if there is

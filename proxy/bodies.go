@@ -24,14 +24,14 @@ const (
 // way at once.
 const tooMuch = 4
 
-// leastReserve is how much more memory there must be for bodies than one body may have.
-const leastReserve = 512 << 10
+// leastReserve is how much more memory there must be than one body may have.
+const leastReserve = 4 << 20
 
 // slowBody is for how long a body may arrive until it gives way when memory is short.
 const slowBody = 10 * time.Second
 
-// errBodies is a body for which there is no memory.
-var errBodies = errors.New("other requests fill the memory for bodies")
+// errBodies is a request for which there is no memory.
+var errBodies = errors.New("other requests fill the memory for requests")
 
 // errSlowBody and errTooMuch are bodies that had to give way.
 var (
@@ -42,38 +42,50 @@ var (
 // errAnswers is an answer for which there is no memory.
 var errAnswers = errors.New("other answers fill the memory for those that are held whole")
 
-// bodies counts the memory of clients' bodies, and apart from them that of answers that are held whole. What finds no room is
-// refused. No body that is whole is let go for others: an engine may be at work on it.
+// bodies counts the memory of clients' requests: of their headers and bodies, and of what each takes that is under way. Apart from
+// them it counts that of answers that are held whole. What finds no room is refused. No body that is whole is let go for others: an
+// engine may be at work on it.
 type bodies struct {
-	most    int64
-	answers int64 // the most that answers may take, but for small ones
-	longest int64 // body
-	reserve int64 // of most, for bodies that are not large
-	now     func() time.Time
-	refused atomic.Int64
-	joining sync.Mutex // of large texts: one is held twice at a time
+	most      int64
+	answers   int64 // the most that answers may take, but for small ones
+	longest   int64 // body
+	reserve   int64 // of most, for bodies that are not large
+	newcomers int64 // of reserve, for clients that hold no more than that
+	now       func() time.Time
+	refused   atomic.Int64
+	joining   sync.Mutex // of large texts: one is held twice at a time
 
 	mu       sync.Mutex
-	bytes    int64            // of bodies
-	answered int64            // of answers
-	arriving list.List        // of *heldBody that take more than firstChunk, in the order in which they came there
-	clients  map[string]int64 // what those of a client hold
+	bytes    int64     // of requests
+	answered int64     // of answers
+	arriving list.List // of *heldBody that take more than firstChunk, in the order in which they came there
+	clients  map[string]*share
+}
+
+// share is what the requests of a client hold.
+type share struct {
+	bytes    int64
+	arriving int64 // of bytes, those of bodies that arrive
+	requests int   // under way
 }
 
 func (b *bodies) init(cfg Config) {
 	b.most, b.longest, b.now = cfg.BodyMemory, cfg.MaxBody, time.Now
-	b.answers, b.clients = b.most/4, map[string]int64{}
+	b.answers, b.clients = b.most/4, map[string]*share{}
 	b.reserve = min(b.most/4, b.most-b.longest)
+	b.newcomers = max(b.reserve/16, min(b.reserve/4, 2<<20))
 }
 
-// heldBody is one request's body, or an answer.
+// heldBody is one request's body, or what else counts of a request that is under way, or an answer.
 type heldBody struct {
 	of     *bodies
-	client http.ResponseWriter // of a body; nil of an answer
+	answer bool
+	client http.ResponseWriter // of a body
 	from   string              // the client
 	text   gathered            // while it comes
 	// mu of bodies is for these.
 	bytes int64
+	head  int64         // of bytes, those of the request's header
 	refs  int           // nothing is counted at 0
 	since time.Time     // it arrives since then
 	at    *list.Element // among those that arrive
@@ -104,7 +116,7 @@ func clientOf(address string) string {
 }
 
 // beginAnswer begins an answer.
-func (b *bodies) beginAnswer() *heldBody { return &heldBody{of: b, refs: 1} }
+func (b *bodies) beginAnswer() *heldBody { return &heldBody{of: b, answer: true, refs: 1} }
 
 // limit is what all may take when a body of a size takes more.
 func (b *bodies) limit(size int64) int64 {
@@ -119,7 +131,7 @@ func (b *bodies) limit(size int64) int64 {
 
 // expect refuses a body of a known length before it is read.
 func (h *heldBody) expect(length int64) error {
-	if h.client == nil || length <= smallBody {
+	if h.answer || length <= smallBody {
 		return nil
 	}
 	if longest := h.of.longest; length > longest {
@@ -136,22 +148,22 @@ func (h *heldBody) take(n int64) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	switch {
-	case h.client == nil && h.bytes+n > smallBody && b.answered+n > b.answers:
+	case h.answer && h.bytes+n > smallBody && b.answered+n > b.answers:
 		b.refused.Add(1)
 		return fmt.Errorf("%w: they may take a quarter of --body-memory, %d bytes: try again later, or raise it", errAnswers, b.answers)
-	case h.client == nil:
+	case h.answer:
 		h.count(n)
 		return nil
 	case h.gone != nil:
 		return b.full(h.gone)
 	}
-	if err := h.room(n, h.bytes+n); err != nil {
+	if err := h.room(n, h.bytes-h.head+n); err != nil {
 		return err
 	}
 	h.count(n)
 	if h.bytes > firstChunk && h.at == nil {
 		h.since, h.at = b.now(), b.arriving.PushBack(h)
-		b.clients[h.from] += h.bytes
+		b.clients[h.from].arriving += h.bytes
 	}
 	return nil
 }
@@ -160,6 +172,9 @@ func (h *heldBody) take(n int64) error {
 // size. mu is held.
 func (h *heldBody) room(n, size int64) error {
 	b, most := h.of, h.of.limit(size)
+	if b.share(h.from).bytes+n > b.newcomers {
+		most = min(most, b.most-b.newcomers)
+	}
 	if b.bytes+n <= most {
 		return nil
 	}
@@ -183,7 +198,7 @@ type yield struct {
 
 // yielding are the bodies that may give way to another that takes n bytes more, and what they hold. mu is held.
 func (b *bodies) yielding(to *heldBody, n int64) (all []yield, bytes int64) {
-	late, own := b.now().Add(-slowBody), b.clients[to.from]+n
+	late, own := b.now().Add(-slowBody), b.share(to.from).arriving+n
 	if to.at == nil {
 		own += to.bytes
 	}
@@ -194,7 +209,7 @@ func (b *bodies) yielding(to *heldBody, n int64) (all []yield, bytes int64) {
 			continue
 		case !h.since.After(late):
 			all = append(all, yield{h, errSlowBody})
-		case h.from != to.from && b.clients[h.from]/tooMuch > own:
+		case h.from != to.from && b.share(h.from).arriving/tooMuch > own:
 			all = append(all, yield{h, errTooMuch})
 		default:
 			continue
@@ -235,7 +250,7 @@ func (h *heldBody) whole(bytes int64) error {
 		return h.of.full(h.gone)
 	}
 	h.arrived()
-	h.count(bytes - h.bytes)
+	h.count(h.head + bytes - h.bytes)
 	return nil
 }
 
@@ -268,11 +283,11 @@ func (h *heldBody) end(own int64) {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
 	h.count(-own)
-	if h.refs--; h.refs == 0 {
+	if h.refs == 1 {
 		h.arrived()
-		*h.sum() -= h.bytes
-		h.bytes = 0
+		h.count(-h.bytes)
 	}
+	h.refs--
 }
 
 // count changes what it holds. mu is held.
@@ -280,19 +295,25 @@ func (h *heldBody) count(n int64) {
 	if h.refs == 0 {
 		return
 	}
+	b := h.of
 	h.bytes += n
-	*h.sum() += n
+	if h.answer {
+		b.answered += n
+		return
+	}
+	b.bytes += n
+	s := b.clients[h.from]
+	if s == nil {
+		s = &share{}
+		b.clients[h.from] = s
+	}
+	s.bytes += n
 	if h.at != nil {
-		h.of.clients[h.from] += n
+		s.arriving += n
 	}
-}
-
-// sum is what it counts for: all bodies, or all answers. mu is held.
-func (h *heldBody) sum() *int64 {
-	if h.client == nil {
-		return &h.of.answered
+	if *s == (share{}) {
+		delete(b.clients, h.from)
 	}
-	return &h.of.bytes
 }
 
 // arrived takes it out of those that arrive. mu is held.
@@ -300,8 +321,8 @@ func (h *heldBody) arrived() {
 	if h.at != nil {
 		h.of.arriving.Remove(h.at)
 		h.at = nil
-		if h.of.clients[h.from] -= h.bytes; h.of.clients[h.from] == 0 {
-			delete(h.of.clients, h.from)
+		if s := h.of.clients[h.from]; s != nil { // whose bytes are counted
+			s.arriving -= h.bytes
 		}
 	}
 }

@@ -19,7 +19,7 @@ func DefaultConfig() Config {
 	return Config{
 		Host: "127.0.0.1", Port: 8000,
 		Contract: Mooncake, Balance: LeastLoaded, Retries: 2, AccessLog: true,
-		MaxBody: 64 << 20, BodyMemory: 1 << 30, BodyTimeout: time.Minute, MaxRequests: 4096,
+		MaxBody: 32 << 20, BodyMemory: 128 << 20, BodyTimeout: time.Minute, MaxRequests: 1024,
 		RetryInterval: 500 * time.Millisecond, RefreshInterval: time.Second, ShutdownTimeout: 30 * time.Second,
 	}
 }
@@ -60,12 +60,12 @@ type Config struct {
 
 	// MaxBody bounds a request's body.
 	MaxBody int64
-	// BodyMemory bounds the memory of all bodies that decode has not begun to answer. Answers that are held whole may take a
-	// quarter as much beside it.
+	// BodyMemory bounds the memory of all requests: of each under way, of its header, and of its body until decode begins to
+	// answer. Answers that are held whole may take a quarter as much beside it.
 	BodyMemory int64
 	// BodyTimeout is how long a client may take for its body.
 	BodyTimeout time.Duration
-	// MaxRequests bounds the requests in flight, further ones get a 503.
+	// MaxRequests bounds the requests in flight, further ones get a 503. The last of them are for clients that have few.
 	MaxRequests int
 	// RetryInterval is the time until a server that is not up is asked again.
 	RetryInterval time.Duration
@@ -141,13 +141,12 @@ func (c Config) validate() error {
 	if c.DecodeBelow != 0 && c.Contract == SGLang {
 		return fmt.Errorf("proxy: --decode-below is set, but the contract is sglang, whose decode servers compute no prompts: leave --decode-below out")
 	}
-	if c.DecodeBelow < 0 || c.MaxBody < 0 || c.BodyMemory < 0 || c.BodyTimeout < 0 || c.MaxRequests < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
-		return fmt.Errorf("proxy: negative limit among DecodeBelow %d, MaxBody %d, BodyMemory %d, BodyTimeout %v, MaxRequests %d, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
-			c.DecodeBelow, c.MaxBody, c.BodyMemory, c.BodyTimeout, c.MaxRequests, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
+	if err := c.CheckLimits(); err != nil {
+		return err
 	}
-	if d := c.withDefaults(); d.BodyMemory < d.MaxBody+leastReserve {
-		return fmt.Errorf("proxy: --body-memory %d has no room for a body of --max-body %d and %d beside it: raise --body-memory to %d, or lower --max-body",
-			d.BodyMemory, d.MaxBody, leastReserve, d.MaxBody+leastReserve)
+	if c.DecodeBelow < 0 || c.BodyTimeout < 0 || c.RetryInterval < 0 || c.RefreshInterval < 0 || c.ShutdownTimeout < 0 {
+		return fmt.Errorf("proxy: negative limit among DecodeBelow %d, BodyTimeout %v, RetryInterval %v, RefreshInterval %v, ShutdownTimeout %v: 0 gives the default",
+			c.DecodeBelow, c.BodyTimeout, c.RetryInterval, c.RefreshInterval, c.ShutdownTimeout)
 	}
 	given := map[string]bool{}
 	for _, p := range c.Prefill {
@@ -171,6 +170,22 @@ func (c Config) validate() error {
 		if err := onlyOnce(given, decodeRole, base); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// CheckLimits names the first of MaxRequests, MaxBody and BodyMemory that cannot work, and a value that would.
+func (c Config) CheckLimits() error {
+	switch d := c.withDefaults(); {
+	case c.MaxRequests < 0:
+		return fmt.Errorf("proxy: --max-requests %d: give at least 1", c.MaxRequests)
+	case c.MaxBody < 0:
+		return fmt.Errorf("proxy: --max-body %d: give at least 1", c.MaxBody)
+	case c.BodyMemory < 0:
+		return fmt.Errorf("proxy: --body-memory %d: give at least %d", c.BodyMemory, d.MaxBody+leastReserve)
+	case d.BodyMemory < d.MaxBody+leastReserve:
+		return fmt.Errorf("proxy: --body-memory %d has no room for a body of --max-body %d and %d beside it: raise --body-memory to %d, or lower --max-body",
+			d.BodyMemory, d.MaxBody, leastReserve, d.MaxBody+leastReserve)
 	}
 	return nil
 }

@@ -136,8 +136,11 @@ func (b *passed) read(p *Proxy, w http.ResponseWriter, r *http.Request) error {
 	if err := checkPacked(r.Header); err != nil {
 		return err
 	}
-	held := p.bodies.begin(w, r.RemoteAddr)
+	held, err := p.bodies.beginRequest(w, r)
 	defer held.end(0) // from then on what is sent holds it
+	if err != nil {
+		return err
+	}
 	defer httpserve.Awaiting(r.Context())()
 	body := p.bodyOf(w, r)
 	kind := strings.ToLower(r.Header.Get("Content-Type"))

@@ -75,12 +75,13 @@ func (g *gathered) grow() error {
 // text is all that has come, as one. The chunks are let go.
 func (g *gathered) text() ([]byte, error) {
 	if g.full == nil {
-		if err := g.held.take(min(int64(cap(g.last)), firstChunk)); err != nil {
+		size := min(int64(cap(g.last)), firstChunk)
+		if err := g.held.take(size); err != nil {
 			return nil, err
 		}
 		text := g.last
 		g.last = nil
-		return text, nil
+		return text, g.held.whole(size)
 	}
 	all, size := append(g.full, g.last), g.bytes+int64(len(g.last))
 	g.full, g.last = nil, nil
@@ -117,7 +118,7 @@ func (g *gathered) readAll(r io.Reader) ([]byte, error) {
 		switch _, err := g.read(r); {
 		case err == io.EOF:
 			return g.text()
-		case err != nil && g.held.client == nil && !errors.Is(err, errAnswers):
+		case err != nil && g.held.answer && !errors.Is(err, errAnswers):
 			text, _ := g.text() // its begin may say enough
 			return text, err
 		case err != nil:

@@ -88,13 +88,12 @@ func (p *Proxy) complete(w http.ResponseWriter, r *http.Request) {
 		req.fail(w, http.StatusUnsupportedMediaType, badRequest, err.Error())
 		return
 	}
-	req.held = p.bodies.begin(w, r.RemoteAddr)
 	defer req.end()
 	body, ok := p.readBody(w, r, req)
 	if !ok {
 		return
 	}
-	place, reason := p.begin()
+	place, reason := p.begin(r, req.held)
 	if place == nil {
 		w.Header().Set("Retry-After", "1")
 		p.refuse(w, req, reason)
@@ -141,8 +140,13 @@ func (p *Proxy) finish(r *request) {
 
 func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, req *request) ([]byte, bool) {
 	defer httpserve.Awaiting(r.Context())()
-	body, err := req.held.readAll(p.bodyOf(w, r), r.ContentLength)
+	var err error
+	var body []byte
+	if req.held, err = p.bodies.beginRequest(w, r); err == nil {
+		body, err = req.held.readAll(p.bodyOf(w, r), r.ContentLength)
+	}
 	if err != nil {
+		req.letGo()
 		status, kind, reason := p.unread(w, err)
 		req.fail(w, status, kind, reason)
 		p.linger(w, r, err)
@@ -203,6 +207,7 @@ func (p *Proxy) linger(w http.ResponseWriter, r *http.Request, err error) {
 	}
 	defer httpserve.Awaiting(r.Context())()
 	_ = http.NewResponseController(w).Flush()
+	clear(r.Header) // it counts no more
 	buf := make([]byte, 8<<10)
 	for err = nil; err == nil; {
 		_, err = r.Body.Read(buf)

@@ -49,10 +49,10 @@ func newMetrics(p *Proxy) *metrics {
 	m.registry.MustRegister(m.short, m.requests, m.seconds, m.firstByte, m.prefill, m.handOver, m.retries, m.noParams, m.refusals, m.fallbacks,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",
 			Help: "Completion requests under way."}, func() float64 { return float64(len(p.places)) }),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_body_bytes",
-			Help: "Memory that bodies hold until decode answers, and answers that are held whole: see --body-memory."}, func() float64 { return float64(p.bodies.held()) }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_request_bytes",
+			Help: "Memory that counts for requests under way, their headers and bodies, and for answers that are held whole: see --body-memory."}, func() float64 { return float64(p.bodies.held()) }),
 		prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvconn_proxy_bodies_refused_total",
-			Help: "Bodies that were refused or had to give way, and answers that were refused, since there was no room for them in --body-memory."}, func() float64 { return float64(p.bodies.refused.Load()) }),
+			Help: "Requests and bodies that were refused or had to give way, and answers that were refused, since there was no room for them in --body-memory."}, func() float64 { return float64(p.bodies.refused.Load()) }),
 		serverCollector{&p.balancer})
 	return m
 }

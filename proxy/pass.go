@@ -61,7 +61,7 @@ var errBusy = errors.New("not ready")
 
 // passOn takes a place and a server, when all of the body is there that must be.
 func (p *Proxy) passOn(w http.ResponseWriter, r *http.Request, body *passed) error {
-	place, reason := p.begin()
+	place, reason := p.begin(r, body.begin.held)
 	if place == nil {
 		return fmt.Errorf("%w: %s", errBusy, reason)
 	}

@@ -2,31 +2,32 @@ package proxy
 
 import (
 	"context"
-	"fmt"
+	"net/http"
 	"sync/atomic"
 )
 
 // place is one among the requests in flight. It is free again when every part of its
 // request is done.
 type place struct {
-	p     *Proxy
-	parts atomic.Int32
+	p       *Proxy
+	counted *heldBody
+	parts   atomic.Int32
 }
 
-// begin takes a place, or gives the reason why there is none.
-func (p *Proxy) begin() (_ *place, reason string) {
+// begin takes a place for a request, of which the body may be counted already, or gives the reason why there is none.
+func (p *Proxy) begin(r *http.Request, body *heldBody) (_ *place, reason string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
 		return nil, shuttingDown
 	}
-	select {
-	case p.places <- struct{}{}:
-	default:
-		return nil, fmt.Sprintf("%d requests are in flight, the limit: try again later", cap(p.places))
+	counted, err := p.bodies.admit(r, body, len(p.places), cap(p.places))
+	if err != nil {
+		return nil, err.Error()
 	}
+	p.places <- struct{}{} // there is room: all that take one hold mu
 	p.wg.Add(1)
-	pl := &place{p: p}
+	pl := &place{p: p, counted: counted}
 	pl.parts.Store(1)
 	return pl, ""
 }
@@ -36,6 +37,7 @@ func (l *place) add() { l.parts.Add(1) }
 
 func (l *place) done() {
 	if l.parts.Add(-1) == 0 {
+		l.counted.leave()
 		<-l.p.places
 		l.p.wg.Done()
 	}

@@ -17,28 +17,37 @@ import (
 // closeTimeout bounds what comes after ShutdownTimeout.
 const closeTimeout = 5 * time.Second
 
-// connsPerRequest is how many connections there may be for each of MaxRequests,
-// most of them idle.
-const connsPerRequest = 2
+// There may be so many connections for each of MaxRequests, most of them idle, and no fewer than leastConns.
+const (
+	connsPerRequest = 2
+	leastConns      = 2048
+)
+
+func maxConns(cfg Config) int { return max(leastConns, connsPerRequest*cfg.MaxRequests) }
 
 // maxLongHeads bounds the bytes of headers that have not come whole.
 const maxLongHeads = 2 << 20
 
-// What the router's memory may be beside bodies: of each request under way, and of the rest.
+// What the router's memory may be beside requests and answers: of each connection, and of the rest.
 const (
-	requestMemory = 128 << 10
-	otherMemory   = 64 << 20
+	connMemory  = 16 << 10
+	otherMemory = 32 << 20
 )
+
+// memoryBound is the most memory that the router takes, whatever clients do.
+func memoryBound(cfg Config) int64 {
+	const answers = 4 // a quarter of what requests may take
+	// A text of which the chunks become one is held twice, one at a time.
+	return cfg.BodyMemory + cfg.BodyMemory/answers + cfg.MaxBody + int64(maxConns(cfg))*connMemory + otherMemory
+}
 
 // boundHeap has Go collect what was let go before there is more of it than of what is held: by itself Go lets a heap
 // double. undo is for the end. A bound that was set already stays, as by GOMEMLIMIT.
 func boundHeap(cfg Config) (undo func()) {
-	// A text of which the chunks become one is held twice, one at a time.
-	most := cfg.BodyMemory + cfg.BodyMemory/4 + cfg.MaxBody + int64(cfg.MaxRequests)*requestMemory + otherMemory
 	if debug.SetMemoryLimit(-1) != math.MaxInt64 {
 		return func() {}
 	}
-	debug.SetMemoryLimit(most)
+	debug.SetMemoryLimit(memoryBound(cfg))
 	return func() { debug.SetMemoryLimit(math.MaxInt64) }
 }
 
@@ -62,10 +71,11 @@ func Run(ctx context.Context, cfg Config, logger *zap.Logger) error {
 	srv := httpserve.New(p.Handler(), httpserve.Options{
 		Name:              "proxy",
 		PortSetting:       "--port",
-		ReadHeaderTimeout: time.Minute, // a host that stands still for some seconds loses no request
+		ReadHeaderTimeout: time.Minute,      // until its first byte, too
+		HeadTimeout:       10 * time.Second, // a host that stands still for some seconds loses no request
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
-		MaxConns:          connsPerRequest * p.cfg.MaxRequests,
+		MaxConns:          maxConns(p.cfg),
 		MaxLongHeads:      maxLongHeads,
 		Grace:             p.cfg.ShutdownTimeout,
 		Logger:            p.log,

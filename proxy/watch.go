@@ -57,13 +57,62 @@ func (p *Proxy) look(ctx context.Context, s *server) time.Duration {
 	return p.cfg.RetryInterval
 }
 
-// askAgain asks a server between its probes, for a request that waits, and reports whether the choice may be another one by now.
+// askAgain asks a server between its probes, for a request that waits, and reports whether the choice may be another one by now. All
+// requests that wait for one server ask once together. If it was silent, nobody asks for RetryInterval: else each request would wait.
 func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
-	ctx, cancel := context.WithTimeout(ctx, p.askTimeout)
-	defer cancel()
-	err := p.ask(ctx, s)
+	if _, up, _, _ := s.state(); up { // it is asked for what it has become since, and a question from before does not tell that
+		ctx, cancel := context.WithTimeout(ctx, p.askTimeout)
+		defer cancel()
+		return mayDiffer(p.ask(ctx, s))
+	}
+	s.againMu.Lock()
+	q := s.again
+	if q == nil || q.ended() && !time.Now().Before(q.silentUntil) {
+		q = &question{done: make(chan struct{})}
+		s.again = q
+		p.wg.Go(func() { p.askTogether(s, q) }) // the request's place holds wg
+	}
+	s.againMu.Unlock()
+	select {
+	case <-q.done:
+		return q.mayDiffer
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// mayDiffer reports whether a choice may be another one after an answer of a server.
+func mayDiffer(err error) bool {
 	var other *otherRole
 	return err == nil || errors.As(err, &other) || errors.Is(err, errOvertaken)
+}
+
+// question is one that several requests ask together.
+type question struct {
+	done chan struct{}
+	// These are written before done is closed.
+	mayDiffer   bool
+	silentUntil time.Time
+}
+
+func (q *question) ended() bool {
+	select {
+	case <-q.done:
+		return true
+	default:
+		return false
+	}
+}
+
+func (p *Proxy) askTogether(s *server, q *question) {
+	defer close(q.done)
+	ctx, cancel := context.WithTimeout(p.ctx, p.askTimeout)
+	defer cancel()
+	err := p.ask(ctx, s)
+	q.mayDiffer = mayDiffer(err)
+	if errors.Is(err, context.DeadlineExceeded) {
+		q.silentUntil = time.Now().Add(p.cfg.RetryInterval)
+	}
 }
 
 var errOvertaken = errors.New("the server has told another role since it was asked")

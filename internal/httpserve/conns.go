@@ -111,6 +111,7 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 		k.move(&s.waiting)
 	}
 	if h != nil {
+		h.until.Store(nil)
 		h.inHead.Store(state != http.StateActive)
 	}
 }
@@ -225,7 +226,16 @@ type headConn struct {
 	*net.TCPConn
 	s      *Server
 	inHead atomic.Bool
-	before int // bytes of a header that the last Read brought
+	until  atomic.Pointer[time.Time] // the header must have come by then; nil while no byte of it has
+	before int                       // bytes of a header that the last Read brought
+}
+
+// SetReadDeadline is net/http's, which knows when it began to wait for a header, and not when the header began.
+func (c *headConn) SetReadDeadline(t time.Time) error {
+	if until := c.until.Load(); until != nil && t.After(*until) {
+		t = *until
+	}
+	return c.TCPConn.SetReadDeadline(t)
 }
 
 func (c *headConn) Read(p []byte) (int, error) {
@@ -236,6 +246,11 @@ func (c *headConn) Read(p []byte) (int, error) {
 	n, err := c.TCPConn.Read(p)
 	if c.inHead.Load() {
 		c.before = n
+		if most := c.s.opt.HeadTimeout; most > 0 && n > 0 && c.until.Load() == nil {
+			until := time.Now().Add(most)
+			c.until.Store(&until)
+			_ = c.TCPConn.SetReadDeadline(until)
+		}
 	}
 	return n, err
 }

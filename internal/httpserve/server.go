@@ -40,6 +40,8 @@ type Options struct {
 	PortSetting string
 	// ReadHeaderTimeout and IdleTimeout are those of http.Server.
 	ReadHeaderTimeout, IdleTimeout time.Duration
+	// HeadTimeout bounds the time of a header from its first byte. 0 means no bound but ReadHeaderTimeout. Only with MaxLongHeads.
+	HeadTimeout time.Duration
 	// MaxHeaderBytes is that of http.Server.
 	MaxHeaderBytes int
 	// MaxConns bounds the connections that are not hijacked; a new one ends the one that has

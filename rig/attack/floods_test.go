@@ -91,13 +91,7 @@ func startRouterBefore(t *testing.T, oddPrefill, oddDecode http.HandlerFunc, opt
 	}
 }
 
-// complete makes an honest request, on a connection of its own.
-func (h *honest) complete(t *testing.T, v *victim) {
-	t.Helper()
-	h.completeFrom(t, v, "127.0.0.1", 8<<10)
-}
-
-// completeFrom makes an honest request from an address, with a prompt of so many bytes.
+// completeFrom makes an honest request from an address, on a connection of its own, with a prompt of so many bytes.
 func (h *honest) completeFrom(t *testing.T, v *victim, from string, size int) {
 	t.Helper()
 	began := time.Now()
@@ -119,11 +113,12 @@ func (h *honest) completeFrom(t *testing.T, v *victim, from string, size int) {
 	h.times = append(h.times, time.Since(began))
 }
 
-func completions(t *testing.T, v *victim) *honest {
+// completions are honest requests from an address.
+func completions(t *testing.T, v *victim, from string) *honest {
 	t.Helper()
 	h := &honest{}
 	for range loadsBefore {
-		h.complete(t, v)
+		h.completeFrom(t, v, from, 8<<10)
 	}
 	return h
 }
@@ -154,8 +149,9 @@ func flood(t *testing.T, v *victim, n int, send func(c net.Conn)) (sent *sync.Wa
 // TestRouterFlood: clients that send the router much, or nothing, or that do not read what they get. Beside each it serves
 // others as before, and holds little.
 func TestRouterFlood(t *testing.T) {
-	long := `{"model":"odd","prompt":"` + strings.Repeat("x", 40<<20) + `"}`
+	long := `{"model":"odd","prompt":"` + strings.Repeat("x", 31<<20) + `"}`
 	modest := `{"model":"odd","stream":true,"prompt":"` + strings.Repeat("x", 512<<10) + `"}`
+	short := `{"model":"odd","stream":true,"prompt":"` + strings.Repeat("x", 8<<10) + `"}`
 	post := func(body string, most int) func(c net.Conn) {
 		return func(c net.Conn) {
 			fmt.Fprintf(c, "POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n", len(body))
@@ -178,32 +174,45 @@ func TestRouterFlood(t *testing.T) {
 			}
 		}
 	}
+	begun := func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = io.WriteString(w, "data: {}\n\n")
+		_ = http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}
+	const same, other = "127.0.0.1", "127.0.0.2" // whence honest requests come
 	for _, a := range []struct {
 		name, before string
 		conns        int
 		odd          http.HandlerFunc
 		send         func(c net.Conn)
+		honest       string
 	}{
-		{"the longest bodies", "3,459 MiB held for 24 of 40 MiB (at fd8c2a0)", 24, hang, post(long, len(long))},
-		{"chunked bodies that never end", "2,203 MiB held for 24 of 40 MiB (at fd8c2a0)", 24, hang, chunked},
-		{"streams that nobody reads", "133 MiB held for 64, for as long as they last (at fd8c2a0)", 64, endless, post(modest, len(modest))},
-		{"bodies that never come", "0 of 25 honest requests well (at 27c5a91), 946 MiB held (at fd8c2a0)", 1100, hang, post(long, 1)},
+		{"the longest bodies", "3,459 MiB held for 24 of 40 MiB (at fd8c2a0)", 24, hang, post(long, len(long)), same},
+		{"chunked bodies that never end", "2,203 MiB held for 24 of 40 MiB (at fd8c2a0)", 24, hang, chunked, same},
+		{"requests that wait", "all of --max-requests were one client's to take (at 1ada3a7)", 1500, hang, post(short, len(short)), other},
+		{"many streams that wait", "all of --max-requests were one client's to take (at 1ada3a7)", 1500, begun, post(short, len(short)), other},
+		{"streams that nobody reads", "133 MiB held for 64, for as long as they last (at fd8c2a0)", 200, endless, post(modest, len(modest)), same},
+		{"bodies that never come", "0 of 25 honest requests well (at 27c5a91), 946 MiB held (at fd8c2a0)", 2200, hang, post(long, 1), same},
 		{"headers of 60 KB", "1,900 MiB held for 9,000", 9000, hang, func(c net.Conn) {
 			fmt.Fprintf(c, "GET /health HTTP/1.1\r\nHost: h\r\nX-A: %s", long[len(long)-60000:])
-		}},
-		{"headers that never end", "362 MiB held (at 27c5a91)", 1100, hang, func(c net.Conn) { fmt.Fprintf(c, "GET /health HTTP/1.1\r\nHost: h\r\n%s", &fields) }},
+		}, same},
+		{"headers that never end", "362 MiB held (at 27c5a91)", 2200, hang, func(c net.Conn) { fmt.Fprintf(c, "GET /health HTTP/1.1\r\nHost: h\r\n%s", &fields) }, same},
+		{"long headers without bodies", "not tried", 2200, hang, func(c net.Conn) {
+			fmt.Fprintf(c, "POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\nX-A: %s\r\n\r\n", long[1000:16<<10])
+		}, same},
 	} {
 		t.Run(strings.ReplaceAll(a.name, " ", "-"), func(t *testing.T) {
-			v := startRouter(t, a.odd, fmt.Sprintf("--max-requests 256 --retries 0 --max-body %d --body-memory %d", 48<<20, 64<<20))
-			calm := completions(t, v)
+			v := startRouter(t, a.odd, "") // at its defaults
+			calm := completions(t, v, a.honest)
 			v.watch()
 			if raced {
 				a.conns /= 8 // no figures are held to anything
 			}
 			sent := flood(t, v, a.conns, a.send)
-			during := completions(t, v)
+			during := completions(t, v, a.honest)
 			sent.Wait()
-			h := completions(t, v)
+			h := completions(t, v, a.honest)
 			v.watch()
 			v.peak = v.mib("VmHWM")
 			h.all, h.well = h.all+during.all, h.well+during.well // its times are those of a machine that makes the flood
@@ -219,8 +228,7 @@ func TestRouterFlood(t *testing.T) {
 // large bodies of a client at another address are served.
 func TestRouterGreedyClient(t *testing.T) {
 	const size = 2 << 20
-	v := startRouter(t, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() },
-		fmt.Sprintf("--max-requests 256 --retries 0 --max-body %d --body-memory %d", 48<<20, 64<<20))
+	v := startRouter(t, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, "") // at its defaults
 	calm := &honest{}
 	for range loadsBefore {
 		calm.completeFrom(t, v, "127.0.0.2", size)
@@ -231,7 +239,7 @@ func TestRouterGreedyClient(t *testing.T) {
 	t.Cleanup(func() { cancel(); greedy.Wait() })
 	part := []byte(strings.Repeat("x", 64<<10))
 	var filling sync.WaitGroup
-	for range 24 { // all that large bodies may take
+	for range 48 { // all that large bodies may take
 		filling.Add(1)
 		full := sync.OnceFunc(filling.Done)
 		greedy.Go(func() {

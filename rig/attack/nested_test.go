@@ -29,7 +29,7 @@ func TestRouterNestedAnswer(t *testing.T) {
 		return func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, v.Swap(good).(string)) }
 	}
 	v := startRouterBefore(t, answer(&prefill), answer(&decode), "--contract nixl --retries 0")
-	calm := completions(t, v)
+	calm := completions(t, v, "127.0.0.1")
 	v.watch()
 	h, sent := &honest{}, 0
 	for n := range 2 * 2 * len(answers) {
@@ -49,7 +49,7 @@ func TestRouterNestedAnswer(t *testing.T) {
 			t.Errorf("answer %d was not asked for: the request ended with %s", n, resp.Status)
 		}
 		sent++
-		h.complete(t, v)
+		h.completeFrom(t, v, "127.0.0.1", 8<<10)
 	}
 	v.watch()
 	v.peak = v.mib("VmHWM")
