@@ -11,6 +11,7 @@ fi
 not_run() { printf '%s\n' "############" "## $1: NOT RUN: $2" "############" >&2; }
 ours=0
 [[ $(realpath -s "$(dirname "$vllm_python")") != "$(realpath -s "$1")/bin" ]] || ours=1
+export KVCONN_E2E_OURS=$ours # e2e/readme.py
 pip=("$vllm_python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15)
 pip+=(--no-deps --only-binary=:all: --require-hashes)
 # vllm-router and smg go into our own environment only. Without them test_from_pages and test_kinds' test_smg do not run.

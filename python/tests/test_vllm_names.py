@@ -15,11 +15,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import vllm.envs
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector import factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, supports_hma
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.utils import random_uuid
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_engine import Engine
@@ -118,10 +120,38 @@ def test_vllm_without_such_a_register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configured(model: Path, name: str, extra: dict[str, Any], role: str = "kv_producer") -> VllmConfig:
     """As `vllm serve` makes it of --kv-transfer-config."""
-    given = {} if name == names.OWN else {"kv_connector_module_path": "kvconn.vllm"}
+    given = {} if name in (names.OWN, "MultiConnector") else {"kv_connector_module_path": "kvconn.vllm"}
     transfer = KVTransferConfig(kv_connector=name, kv_role=role, kv_connector_extra_config=extra, **given)
     args = EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, kv_transfer_config=transfer)
     return args.create_engine_config()
+
+
+CONVOLUTIONS = "VLLM_SSM_CONV_STATE_LAYOUT"
+
+
+@pytest.fixture(autouse=True)
+def layout_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's configuration sets this variable, for its process."""
+    monkeypatch.setenv(CONVOLUTIONS, "")
+    monkeypatch.delenv(CONVOLUTIONS)
+
+
+@pytest.mark.parametrize("name", [*names.OTHERS, names.OWN])
+@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
+def test_layout_of_convolutions_is_granted_by_the_name(name: str, multi: bool, model: Path, register: dict[str, Any]) -> None:
+    """vLLM's own function asks the configuration, before it makes the states. Under NIXL's names kvconn gets what NIXL's connector gets."""
+    one = {"kv_connector": name, "kv_connector_module_path": "kvconn.vllm", "kv_role": "kv_both"}
+    if name == names.OWN:
+        del one["kv_connector_module_path"]
+        names.register()
+    if multi:
+        configured(model, "MultiConnector", {"connectors": [one]}, "kv_both")
+    else:
+        configured(model, name, {}, "kv_both")
+    by_itself = "SD" if torch.cpu._is_avx512_bf16_supported() else None
+    assert os.environ.get(CONVOLUTIONS) == ("DS" if name in names.NIXL else by_itself)
+    if name in names.NIXL:
+        assert get_conv_state_layout.__wrapped__() == "DS"  # what its cache holds is of another test
 
 
 def caches(config: VllmConfig) -> KVCacheConfig:
