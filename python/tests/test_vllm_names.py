@@ -122,8 +122,14 @@ def configured(model: Path, name: str, extra: dict[str, Any], role: str = "kv_pr
     """As `vllm serve` makes it of --kv-transfer-config."""
     given = {} if name in (names.OWN, "MultiConnector") else {"kv_connector_module_path": "kvconn.vllm"}
     transfer = KVTransferConfig(kv_connector=name, kv_role=role, kv_connector_extra_config=extra, **given)
-    args = EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, kv_transfer_config=transfer)
-    return args.create_engine_config()
+    return EngineArgs(
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        kv_transfer_config=transfer,
+    ).create_engine_config()
 
 
 CONVOLUTIONS = "VLLM_SSM_CONV_STATE_LAYOUT"
@@ -158,7 +164,7 @@ def caches(config: VllmConfig) -> KVCacheConfig:
     return Engine._caches(config, 8, (0,))
 
 
-@pytest.mark.parametrize("name", ["KVConnConnector", "NixlConnector", "NixlPushConnector", "MooncakeConnector"])
+@pytest.mark.parametrize("name", ["KVConnConnector", "MooncakeConnector"])
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
@@ -178,15 +184,15 @@ def test_each_refusal_has_both_names(
 ) -> None:
     """A wrong value of each kind, a refused key and an unknown one. What only the agent knows of ends the worker's start."""
     monkeypatch.setattr(connector, "rank_of", lambda *_: params.Rank())
+    names.register()
     config = configured(model, name, extra)
-    made, said = Factory.get_connector_class(config.kv_transfer_config), []
-    for role in KVConnectorRole:
-        try:
+    made = Factory.get_connector_class(config.kv_transfer_config)
+    with pytest.raises(ValueError) as raised:
+        for role in KVConnectorRole:
             made(config, role, caches(config))
-        except ValueError as error:
-            said.append(str(error))
+    said = str(raised.value)
     both = names.OWN if name == names.OWN else f"KVConnConnector in the place of {name}"
-    assert said and all(each.startswith(f"{both}: ") and says in each and each.count(names.OWN) == 1 for each in said), said
+    assert said.startswith(f"{both}: ") and says in said and said.count(names.OWN) == 1, said
 
 
 @pytest.mark.parametrize("name", ["KVConnConnector", "NixlConnector"])
@@ -195,6 +201,7 @@ def test_refusals_that_are_not_of_a_key_have_both_names(
 ) -> None:
     """An option of vLLM's, a variable, a port that is taken: the exception stays of its kind."""
     monkeypatch.setattr(connector, "rank_of", lambda *_: params.Rank())
+    names.register()
     both = names.OWN if name == names.OWN else f"KVConnConnector in the place of {name}"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
