@@ -30,9 +30,7 @@ def is_backend(node: ast.expr) -> bool:
 def named(node: ast.expr) -> set[str]:
     """The backends that an expression names."""
     texts = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-    members = {
-        each.attr.lower() for each in ast.walk(node) if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "TransferBackend"
-    }
+    members = [each for each in ast.walk(node) if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "TransferBackend"]
     return texts | {each.attr.lower() for each in members}
 
 
