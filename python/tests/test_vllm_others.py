@@ -123,6 +123,10 @@ def test_variables_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
         "VLLM_NIXL_SIDE_CHANNEL_HOST is taken as advertise_host = '10.0.0.7'",
     ]
     assert settings("NixlPullConnector", "decode") == {"advertise_host": "10.0.0.7"}
+    with monkeypatch.context() as older:
+        older.setenv("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "480")
+        assert settings("NixlConnector")["lease_s"] == 480 and settings("NixlConnector", kv_lease_duration=20)["lease_s"] == 20
+        assert settings("MooncakeConnector")["lease_s"] == 99 and "lease_s" not in settings(OWN)
     assert settings("MooncakeConnector") == {"bootstrap_port": 9001, "lease_s": 99}
     assert settings("MooncakeConnector", "decode", lease_s=3) == {"lease_s": 3}
     assert settings(OWN) == {"bootstrap_port": 9001}

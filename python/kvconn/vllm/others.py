@@ -115,6 +115,7 @@ _WORDS = {
 _VARIABLES = {
     "VLLM_NIXL_SIDE_CHANNEL_PORT": _Variable(NIXL, _port, ""),
     "VLLM_NIXL_SIDE_CHANNEL_HOST": _Variable(NIXL, _host, "its value is no address to tell peers, and kvconn finds one"),
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": _Variable(NIXL, _seconds, ""),  # of vLLMs before kv_lease_duration
     "VLLM_MOONCAKE_BOOTSTRAP_PORT": _Variable((*MOONCAKE, OWN), _port, ""),
     "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": _Variable(MOONCAKE, _seconds, ""),
     "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": _Variable(MOONCAKE, None, "see connect_timeout_s and peer_timeout_s"),
