@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +27,32 @@ def as_it_stands(heading: str, environment: str, ports: Sequence[int]) -> str:
     done = subprocess.run(_command("README.md", heading), cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S + 60)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{_ends()}"
     return done.stdout
+
+
+def alone(command: str, environment: str) -> str:
+    """What a command of make prints, in an environment by this name. It must need no build and no download, or the test is not run.
+
+    In the check's own environment (KVCONN_E2E_OURS=1) all is there by then, so there it fails in place of not being run.
+    """
+    _can_run(environment, ())
+    program, *arguments = shlex.split(command)
+    assert program == "make", command
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVCONN_", "MAKE", "MFLAGS"))}
+    would = subprocess.run([program, "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    if builds := re.findall(r"^.*(?:go build|-m venv|/pip ).*$", would, re.M):
+        told = f"NOT RUN: {command} would first do: {'; '.join(builds)}"
+        pytest.fail(told) if os.environ.get("KVCONN_E2E_OURS") == "1" else pytest.skip(told)
+    child = subprocess.Popen(
+        [program, *arguments], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said, _ = child.communicate(timeout=BOUND_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGTERM)  # it then ends its servers
+        said, _ = child.communicate(timeout=60)
+        raise AssertionError(f"{command} has not ended after {BOUND_S} s:\n{said}") from None
+    assert child.returncode == 0, said
+    return said
 
 
 @contextlib.contextmanager

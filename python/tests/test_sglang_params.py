@@ -9,7 +9,7 @@ import pytest
 
 from kvconn._engine import Rank as RankOf
 from kvconn.sglang.layout import ids
-from kvconn.sglang.params import Prefill, agent_config, bootstrap_address, from_environment, of_rank, prefill_api_key, server_config
+from kvconn.sglang.params import Prefill, agent_config, bootstrap_address, from_environment, of_rank, prefill_api_key, server_config, unused
 from kvconn.sglang.served import _adapters
 
 
@@ -57,6 +57,14 @@ def test_settings_from_the_environment(tmp_path: Any) -> None:
         from_environment({"KVCONN_SGLANG_CONFIG": str(file)})
     with pytest.raises(ValueError, match="KVCONN_SGLANG_CONFIG"):
         from_environment({"KVCONN_SGLANG_CONFIG": "{"})
+
+
+def test_variables_of_other_backends() -> None:
+    """They are named, without their values. What SGLang's own code around the backends reads counts with each of them."""
+    theirs = ["MC_GID_INDEX", "SGLANG_DISAGGREGATION_NIXL_BACKEND", "SGLANG_MOONCAKE_SEND_AUX_TCP"]
+    others = ["SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "MOONCAKE_MASTER", "KVCONN_SGLANG_CONFIG"]
+    assert unused(dict.fromkeys([*reversed(theirs), *others], "1")) == theirs
+    assert unused(dict.fromkeys(theirs, "")) == []
 
 
 def test_prefill_key_goes_to_named_hosts_only(tmp_path: Any) -> None:

@@ -376,6 +376,18 @@ def test_warning_of_pages_that_sglang_loses(
     assert caplog.text.count("start it with --disable-radix-cache") == times
 
 
+def test_variables_of_another_backend_are_said_once(port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first rank, and by name only."""
+    monkeypatch.setenv("MC_REDIS_PASSWORD", "secret")
+    monkeypatch.setenv("SGLANG_MOONCAKE_SEND_AUX_TCP", "1")
+    caplog.set_level("INFO", "kvconn.sglang")
+    with engine(port) as ranks:
+        for rank in range(2):
+            ranks.append(start("decode", lambda: mha(0, 2), tp=(rank, 2)))
+    said = "MC_REDIS_PASSWORD, SGLANG_MOONCAKE_SEND_AUX_TCP: of SGLang's own transfer backends, and not used by kvconn"
+    assert caplog.text.count(said) == 1 and "secret" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["update_weights_from_disk", "begin_weight_update"])
 def test_sglang_of_which_nobody_could_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(WeightUpdater, name)

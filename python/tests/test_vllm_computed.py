@@ -48,6 +48,13 @@ def counted(engine: Engine) -> dict[str, list[int]]:
     return counts
 
 
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def ends(engine: Engine, request: Any) -> None:
     engine.run(lambda: engine.finished(request))
     engine.nothing_is_left()
@@ -82,7 +89,7 @@ def test_prefix_that_decode_has_is_not_counted(make: Any) -> None:
     [("kv_consumer", {"no_transfer": [1, 150]}), ("kv_producer", {"no_transfer": [1, 150]}), ("kv_both", {})],
 )
 def test_request_that_names_no_transfer(make: Any, role: str, expected: Any) -> None:
-    """In chunks too: it is counted when it begins. An engine of both roles serves requests of its own."""
+    """In chunks too: it is counted when it begins. An engine of both roles serves requests of its own; see below."""
     engine = make(role)
     ends(engine, engine.add(150, None))
     assert counted(engine) == expected and counted(engine) == {}
@@ -102,6 +109,42 @@ def test_prompts_that_prefill_is_there_for_are_not_counted(make: Any) -> None:
     engine.step(sent={request.request_id})
     engine.nothing_is_left()
     assert counted(engine) == {}
+
+
+def test_pair_of_both_roles_that_moves_nothing(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As NIXL's documentation configures it, behind a router that is not for pairs: nobody names a transfer for a minute."""
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    clock.now += 1000.0  # it starts, and waits for its first request
+    ends(engine, engine.add(150, None))
+    clock.now += 59.9
+    ends(engine, engine.add(50, None))
+    said = "this engine computed prompts"
+    assert counted(engine) == {} and said not in caplog.text
+    clock.now += 0.1
+    last = engine.add(30, None)
+    ends(engine, last)
+    assert counted(engine) == {"nothing_moved": [3, 230]}
+    (line,) = [message for message in caplog.messages if said in message]
+    assert f"{REASONS['nothing_moved']} (3 prompts, 230 tokens); the last one is request {last.request_id}." in line
+    ends(engine, engine.add(20, None))
+    assert counted(engine) == {"nothing_moved": [1, 20]}
+    assert sum(said in message for message in caplog.messages) == 1, "at most one each half minute"
+
+
+def test_engine_of_both_roles_that_takes_part_serves_prompts_of_its_own(make: Any) -> None:
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    for _ in range(3):
+        ends(engine, engine.add(50, None))
+        clock.now += 59.0
+        request = engine.add(100, decode_kv())
+        engine.step()
+        engine.step(received={request.request_id})
+        ends(engine, request)
+        clock.now += 59.0
+    ends(engine, engine.add(30, {"kvconn_alone": True}))
+    assert counted(engine) == {"below_threshold": [1, 30]}
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
@@ -136,11 +179,11 @@ def test_request_that_vllm_loads_nothing_for(make: Any) -> None:
     assert counted(engine) == {"not_taken": [1, 100]}
 
 
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
-def test_prompt_below_the_threshold(make: Any, hybrid: bool) -> None:
+def test_prompt_below_the_threshold(make: Any, hybrid: bool, role: str) -> None:
     """What decode lacks counts, not the prompt. Prefill hears that it may free. A request with bad params fails as such."""
-    engine = make("kv_consumer", policy="recompute", hybrid=hybrid)
-    engine.ours._sched._recompute_below = 64
+    engine = make(role, policy="recompute", hybrid=hybrid, extra={"kv_recompute_threshold": 64})
     prompt, kv = list(range(63 + hybrid)), decode_kv()
     ends(engine, engine.add(prompt, kv))
     assert engine.released == [kv["transfer_id"]] and counted(engine) == {"below_threshold": [1, len(prompt)]}
@@ -206,13 +249,6 @@ def test_what_another_connector_loaded_is_not_counted(make: Any) -> None:
     engine.ours._sched.computed.step(output, engine.ours._sched._requests)
     assert counted(engine) == {"no_transfer": [1, 4]}
     engine.abort(request)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_the_log_says_it_at_once_and_then_each_half_minute(caplog: pytest.LogCaptureFixture) -> None:

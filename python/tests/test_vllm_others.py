@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvconn
-from kvconn.vllm.others import understood
+from kvconn.vllm.others import _VARIABLES, _WORDS, understood
 
 OWN = "KVConnConnector"
 VARIABLES = (
@@ -18,8 +20,24 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in [*os.environ]:
+        if name in VARIABLES or name.startswith(("VLLM_NIXL_", "NIXL_", "UCX_", "VLLM_MOONCAKE_", "MOONCAKE_", "MC_")):
+            monkeypatch.delenv(name)
+
+
+def test_our_pages_have_each_key() -> None:
+    """And each variable, on the page of the connector that has it."""
+    pages = {name: Path(__file__).parents[2] / "docs" / f"from-{name.lower()}.md" for name in ("NIXL", "Mooncake")}
+    if not pages["NIXL"].is_file():
+        pytest.skip("the pages are not here: these tests were copied without them")
+    text = {name: page.read_text(encoding="utf-8") for name, page in pages.items()}
+    for key, word in _WORDS.items():
+        assert f"`{key}`" in text[word.of], key
+    for variable in _VARIABLES:
+        on = text["NIXL" if "NIXL" in variable else "Mooncake"]
+        assert f"`{variable}`" in on or (variable == "VLLM_NIXL_SIDE_CHANNEL_PORT" and "`VLLM_NIXL_SIDE_CHANNEL_HOST`, `…_PORT`" in on), (
+            variable
+        )
 
 
 @pytest.mark.parametrize(
@@ -35,6 +53,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"bootstrap_server_address": "10.0.0.1:8998"}, {"bootstrap_join": "http://10.0.0.1:8998"}),
         ({"bootstrap_server_address": "[fd00::1]:8998"}, {"bootstrap_join": "http://[fd00::1]:8998"}),
         ({"backends": ["UCX"], "num_threads": 8, "num_workers": 3, "preferred_segment": "x"}, {}),
+        ({"enable_cross_layers_blocks": "True", "prefill_side_swa_replay": True}, {}),
         ({"peer_timeout_s": 7, "nobodys": 1}, {"peer_timeout_s": 7, "nobodys": 1}),
     ],
 )
@@ -70,8 +89,19 @@ def test_wrong_values_are_named(extra: dict[str, Any], says: str) -> None:
     ((key, value),) = extra.items()
     with pytest.raises(ValueError) as raised:
         understood("NixlConnector", extra, "prefill")
-    for part in ("KVConnConnector in the place of NixlConnector", key, repr(value), says):
+    for part in (key, repr(value), says):
         assert part in str(raised.value)
+
+
+def test_engine_id_that_no_router_is_told() -> None:
+    """Prefill would be looked for under another id. Nobody looks for decode, so it is said once."""
+    for role in ("prefill", "both"):
+        with pytest.raises(ValueError, match="engine_id is 'p1': routers are told the engine_id that stands beside kv_connector"):
+            understood(OWN, {"engine_id": "p1"}, role)
+    assert understood(OWN, {"engine_id": "d1"}, "decode") == (
+        {},
+        ["kv_connector_extra_config: engine_id is not used: nobody looks for a decode engine"],
+    )
 
 
 def test_variables_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +123,20 @@ def test_variables_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
         "VLLM_NIXL_SIDE_CHANNEL_HOST is taken as advertise_host = '10.0.0.7'",
     ]
     assert settings("NixlPullConnector", "decode") == {"advertise_host": "10.0.0.7"}
+    with monkeypatch.context() as older:
+        older.setenv("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "480")
+        assert settings("NixlConnector")["lease_s"] == 480 and settings("NixlConnector", kv_lease_duration=20)["lease_s"] == 20
+        assert settings("MooncakeConnector")["lease_s"] == 99 and "lease_s" not in settings(OWN)
     assert settings("MooncakeConnector") == {"bootstrap_port": 9001, "lease_s": 99}
     assert settings("MooncakeConnector", "decode", lease_s=3) == {"lease_s": 3}
     assert settings(OWN) == {"bootstrap_port": 9001}
+    assert understood("NixlConnector", {}, "decode").remarks[1:] == [
+        "VLLM_NIXL_SIDE_CHANNEL_PORT is not used: a decode engine has no such port",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is taken as advertise_host = '10.0.0.7'",
+    ]
     monkeypatch.setenv("KVCONN_BOOTSTRAP_PORT", "9002")
+    said = "VLLM_NIXL_SIDE_CHANNEL_PORT is not used: bootstrap_port is given"
+    assert said in understood("NixlConnector", {}, "prefill").remarks
     assert settings("NixlConnector")["bootstrap_port"] == settings("MooncakeConnector")["bootstrap_port"] == 9002
     assert settings("NixlConnector", bootstrap_port=9003)["bootstrap_port"] == 9003
 
@@ -105,10 +145,45 @@ def test_wrong_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0")
     found = understood("NixlConnector", {}, "prefill")
     assert "advertise_host" not in found.settings
-    assert found.remarks[0] == "kvconn serves as NixlConnector" and "VLLM_NIXL_SIDE_CHANNEL_HOST is '0.0.0.0'" in found.remarks[1]
+    assert found.remarks == [
+        "kvconn serves as NixlConnector",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST is not used: its value is no address to tell peers, and kvconn finds one",
+    ]
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "70000")
     with pytest.raises(ValueError, match="VLLM_NIXL_SIDE_CHANNEL_PORT is '70000'"):
         understood("NixlConnector", {}, "prefill")
     monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "soon")
-    with pytest.raises(ValueError, match="MooncakeConnector: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT is 'soon'"):
+    with pytest.raises(ValueError, match="VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT is 'soon': a number of seconds"):
         understood("MooncakeConnector", {}, "prefill")
+
+
+def test_variables_of_mooncakes_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to = {"MC_FORCE_TCP": "0", "MC_TCP_BIND_ADDRESS": "10.0.0.8", "MC_GID_INDEX": "3", "MC_IB_TC": "104"}
+    for variable, value in set_to.items():
+        monkeypatch.setenv(variable, value)
+    means = {"transport": "tcp", "advertise_host": "10.0.0.8", "rdma_gid_index": 3, "rdma_traffic_class": 104}
+    found = understood("MooncakeConnector", {}, "prefill")
+    assert found.settings == means
+    assert [remark.partition(" ")[0] for remark in found.remarks[1:]] == ["MC_TCP_BIND_ADDRESS", "MC_FORCE_TCP", "MC_GID_INDEX", "MC_IB_TC"]
+    kvconn.Agent({"engine_id": "e", "role": "prefill", "bootstrap_port": 0, **means}).close()
+    assert understood("MooncakeConnector", {"transport": "auto"}, "prefill").settings == {**means, "transport": "auto"}
+    assert understood("NixlConnector", {}, "decode").settings == understood(OWN, {}, "prefill").settings == {}
+    monkeypatch.setenv("MC_IB_TC", "-1")  # its default
+    assert understood("MooncakeConnector", {}, "prefill").settings.keys() == means.keys() - {"rdma_traffic_class"}
+    monkeypatch.setenv("MC_GID_INDEX", "first")
+    with pytest.raises(ValueError, match="MC_GID_INDEX is 'first': a number from 0 to 255 was expected"):
+        understood("MooncakeConnector", {}, "prefill")
+
+
+def test_variables_that_mean_nothing_are_said_once_by_name_and_without_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"NixlConnector": ["NIXL_LOG_LEVEL", "UCX_TLS"], "MooncakeConnector": ["MC_REDIS_PASSWORD", "VLLM_MOONCAKE_CONNECTOR_TIMEOUT"]}
+    for name in (variable for variables in theirs.values() for variable in variables):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("MOONCAKE_PREFERRED_SEGMENT", "a:1")
+    for name, variables in theirs.items():
+        said = understood(name, {}, "decode")
+        assert said.settings == {}
+        told = "\n".join(said.remarks)
+        assert all(told.count(variable) == 1 for variable in variables) and "secret" not in told
+        assert "MOONCAKE_PREFERRED_SEGMENT is not used: kvconn has no store" in said.remarks or name == "NixlConnector"
+    assert understood(OWN, {}, "decode").remarks == []

@@ -160,18 +160,16 @@ def test_nixls_metrics_are_those_of_vllms_connector() -> None:
     nixl = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats")
     theirs, _ = described(nixl.NixlPromMetrics)
     ours, _ = described(NixlConnector.build_prom_metrics)
-    assert {name: ours.get(name) for name in theirs if name != "vllm:nixl_post_time_seconds"} == {
-        name: made for name, made in theirs.items() if name != "vllm:nixl_post_time_seconds"
-    }
+    assert {name: ours.get(name) for name in theirs} == theirs
     own, _ = described(KVConnConnector.build_prom_metrics)  # beside a real NIXL in a MultiConnector the names must be free
-    assert not own.keys() & theirs.keys() and ours.keys() == own.keys() | (theirs.keys() - {"vllm:nixl_post_time_seconds"})
+    assert not own.keys() & theirs.keys() and ours.keys() == own.keys() | theirs.keys()
 
 
 @pytest.mark.parametrize("connector", [NixlConnector, NixlPullConnector, NixlPushConnector])
 def test_nixls_metrics(connector: Any) -> None:
     _, (prom, registry) = described(connector.build_prom_metrics)
     recorder = Recorder("worker")
-    recorder.moved(completion())
+    recorder.moved(completion(), 0.0004)
     recorder.moved(completion("offer", bytes=100, transport="rdma"))
     for side, reason in (
         ("load", "peer_lost"),
@@ -187,6 +185,7 @@ def test_nixls_metrics(connector: Any) -> None:
         return registry.get_sample_value(f"vllm:nixl_{name}", {"model_name": "m", "engine": engine})
 
     assert (value("bytes_transferred_sum"), value("bytes_transferred_count")) == (4096, 1)
+    assert (value("post_time_seconds_sum"), value("post_time_seconds_count")) == (0.0004, 1)
     assert (value("xfer_time_seconds_sum"), value("num_descriptors_sum")) == (0.002, 3)
     assert (value("num_failed_transfers_total"), value("num_kv_expired_reqs_total")) == (1, 2)
     for name in ("num_failed_transfers_total", "num_failed_notifications_total", "num_notifications_after_expiry_total"):

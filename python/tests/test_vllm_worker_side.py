@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,22 @@ def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     assert side.collect(False).received == set()
     side.close()  # the line is written beside the step
     assert '"gb_per_s": ' in caplog.text and "kvconn load {" in caplog.text
+
+
+def test_load_says_what_handing_it_over_took() -> None:
+    """NIXL calls it the post time. Two loads of one call share it; an offer has none."""
+    side, agent = worker()
+    began = time.perf_counter()
+    loading(side, "t", "u")
+    took = time.perf_counter() - began
+    offering(side, "o")
+    for transfer_id, kind in (("t", "load"), ("u", "load"), ("o", "offer")):
+        agent.ends(transfer_id, kind)
+    side.collect(False)
+    stats = side.stats()
+    assert stats is not None
+    (one, other, offer) = (row[6] for row in stats.data["moved"])
+    assert 0 < one == other <= took / 2 and offer == 0
 
 
 @pytest.mark.parametrize("kind", ["claim", "demand"])

@@ -71,9 +71,10 @@ class Engine:
         async_scheduling: bool = False,
         layers: dict[str, Any] | None = None,
         prefixes: bool = True,
+        extra: dict[str, Any] | None = None,
     ) -> None:
-        """layers: of the model, with their specs; vLLM then makes the groups and the tensors."""
-        one = {**OURS, "kv_role": role, "engine_id": f"engine-{role}"}
+        """layers: of the model, with their specs; vLLM then makes the groups and the tensors. extra: kv_connector_extra_config."""
+        one = {**OURS, "kv_role": role, "engine_id": f"engine-{role}", "kv_connector_extra_config": extra or {}}
         if beside is None:
             transfer = KVTransferConfig(**one, kv_load_failure_policy=policy)
         else:

@@ -41,6 +41,19 @@ def setting(name: str, default: float) -> float:
         return float(os.environ.get(name, default))
 
 
+# Variables of SGLang's own transfer backends, and of the libraries below them.
+_THEIRS = ("SGLANG_MOONCAKE_", "SGLANG_DISAGGREGATION_", "SGLANG_FAILED_SESSION_", "SGLANG_ENABLE_FAILED_SESSION_PROBE", "MC_")
+# Those of them that count with kvconn too: kvconn reads them, or SGLang's code around the backends does.
+_COUNT = tuple(f"SGLANG_DISAGGREGATION_{name}" for name in ("BOOTSTRAP_TIMEOUT", "WAITING_TIMEOUT", "FORCE_QUERY_PREFILL_DP_RANK"))
+_COUNT += ("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT")
+_COUNT += ("SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
+
+
+def unused(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables that are set for another backend and mean nothing with kvconn."""
+    return sorted(name for name, value in environ.items() if value and name.startswith(_THEIRS) and name not in _COUNT)
+
+
 def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     text = environ.get(CONFIG_VARIABLE, "").strip()
     if not text:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .parallel import leaf, turns
+from .params import CONFIG_VARIABLE, unused
 from .served import common_ground, count_replacements
 
 logger = logging.getLogger("kvconn.sglang")
@@ -57,6 +58,8 @@ def take(server_args: Any, extra: Mapping[str, Any]) -> Start:
     if not hasattr(scheduler, "kvconn_common"):
         count_replacements()
         _warn_of_cache(server_args, queue)
+        if (names := unused()) and not queue.tp_rank and not queue.pp_rank:
+            logger.info("%s: of SGLang's own transfer backends, and not used by kvconn: see %s", ", ".join(names), CONFIG_VARIABLE)
         scheduler.kvconn_common = common_ground(server_args, pool, draft, extra)
     return Start(pool, draft, scheduler.model_config, scheduler.kvconn_common, scheduler)
 

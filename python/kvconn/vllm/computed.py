@@ -19,6 +19,7 @@ logger = logging.getLogger("kvconn.vllm")
 # Why a prompt was computed here. The words are labels of a metric.
 FAILED = "failed_load"
 NO_TRANSFER = "no_transfer"
+NOTHING_MOVED = "nothing_moved"
 BAD_PARAMS = "bad_params"
 NOT_TAKEN = "not_taken"
 SHORT = "below_threshold"
@@ -27,6 +28,8 @@ SIBLING = "sibling"
 REASONS = {
     FAILED: "their loads failed",
     NO_TRANSFER: "they named no transfer: the router, or the client, sent no kv_transfer_params",
+    NOTHING_MOVED: "for a minute or more no request of this engine, whose kv_role is kv_both, has named a transfer: "
+    "the router, or the client, sends no kv_transfer_params",
     BAD_PARAMS: "their kv_transfer_params were refused",
     NOT_TAKEN: "there was nothing to load for them in vLLM's view: they ask for prompt_logprobs, or lack no more than a state",
     SHORT: "they were short: kv_recompute_threshold, or the router's --decode-below",
@@ -38,17 +41,22 @@ _SILENT = (SHORT, SIBLING, PREEMPTED)
 # A load leaves the last token to be computed.
 _LEFT = 1
 _EVERY_S = 30.0
+# An engine of both roles serves prompts of its own too. But if nothing else comes for so long, its pair moves nothing.
+_WITHOUT_S = 60.0
 
 
 class Computed:
     def __init__(self, kv_role: str, clock: Callable[[], float] = time.monotonic) -> None:
-        # An engine of both roles serves prompts of its own too.
         self._one_role = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role)
         self._clock = clock
         self._new: dict[str, list[int]] = {}  # by reason: prompts and tokens since they were last taken
         self._unsaid: dict[str, list[int]] = {}  # the same, since the last line of the log
         self._loaded = 0  # prompts, since the last line
         self._said = -_EVERY_S
+        # Both roles, since a request last named a transfer: when the first one came that named none; prompts and tokens of these
+        # that are not counted yet; the last of them.
+        self._alone: float | None = None
+        self._own, self._last = [0, 0], ""
 
     def step(self, output: Any, records: Mapping[str, Record]) -> None:
         """Looks at the requests that come into the batch with a step. output is vLLM's SchedulerOutput."""
@@ -62,13 +70,22 @@ class Computed:
         for req_id in cached.resumed_req_ids:
             if (record := records.get(req_id)) is not None:
                 self._begins(record, cached.num_computed_tokens[cached.req_ids.index(req_id)])
+        if self._own[0] and self._alone is not None and self._clock() - self._alone >= _WITHOUT_S:
+            (prompts, tokens), self._own = self._own, [0, 0]
+            self._add(NOTHING_MOVED, prompts, tokens, self._last)
 
     def _begins(self, record: Record, there: int) -> None:
         reason, again = self._reason(record), record.preempted
         record.preempted = False
         tokens = record.tokens - there
+        if record.state is not ASIDE:
+            self._alone, self._own = None, [0, 0]
         if reason and tokens > _LEFT:
-            self._add(reason, tokens, record.req_id)
+            if reason is not NOTHING_MOVED:
+                self._add(reason, 1, tokens, record.req_id)
+                return
+            self._alone = self._clock() if self._alone is None else self._alone
+            self._own, self._last = [self._own[0] + 1, self._own[1] + tokens], record.req_id
         elif record.loaded and not again:
             self._loaded += 1
 
@@ -81,16 +98,16 @@ class Computed:
             if isinstance(record.params, Refused):
                 return BAD_PARAMS
             return FAILED if record.failed else SHORT if record.short else NOT_TAKEN
-        if state is ASIDE and self._one_role and not record.preempted:
-            if not record.sibling:
-                return SHORT if record.short else NO_TRANSFER
-            return SIBLING if self._one_role == "decode" else ""
+        if state is ASIDE and not record.preempted:
+            if record.sibling:
+                return SIBLING if self._one_role == "decode" else ""
+            return SHORT if record.short else NO_TRANSFER if self._one_role else NOTHING_MOVED
         return ""
 
-    def _add(self, reason: str, tokens: int, req_id: str) -> None:
+    def _add(self, reason: str, prompts: int, tokens: int, req_id: str) -> None:
         for counts in (self._new, self._unsaid) if reason not in _SILENT else (self._new,):
             count = counts.setdefault(reason, [0, 0])
-            count[0] += 1
+            count[0] += prompts
             count[1] += tokens
         if reason in _SILENT:
             return

@@ -21,7 +21,7 @@ from .groups import make_groups, transfer_groups
 from .interface import unknown
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
-from .names import OWN, PUSH, called
+from .names import OWN, PUSH, named
 from .names import register as _register
 from .nixl_metrics import NixlPromMetrics
 from .others import understood
@@ -83,17 +83,6 @@ _TELLS_PREEMPTIONS = "preempted_req_ids" in getattr(_SchedulerOutput, "__datacla
 _register()  # MultiConnector finds its members' statistics only in vLLM's register, by the name of their class
 
 
-def _open(config: dict[str, Any], name: str) -> Any:
-    from kvconn import Agent, ConfigError
-
-    try:
-        return Agent(config)
-    except ConfigError as error:
-        if name == OWN:
-            raise
-        raise ConfigError(f"{called(name)}: {error}") from error
-
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -123,6 +112,10 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _show_logs()
+        with named(self._name):
+            self._begin(vllm_config, role, kv_cache_config)
+
+    def _begin(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_parallel(vllm_config.parallel_config)
         check_engine(vllm_config)
         groups = make_groups(kv_cache_config)
@@ -155,10 +148,12 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             )
             self._scheduler.joined_by_request = self._name == PUSH
         else:
+            from kvconn import Agent
+
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name)
             count_replacements(vllm_config)
-            self._worker = WorkerSide(lambda: _open(config, self._name), wait, early == LAYERS)
+            self._worker = WorkerSide(lambda: Agent(config), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):
@@ -279,7 +274,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), self._rank.tp_rank, self._rank.tp_size)
-        self._work.register(kv_caches, self._vllm_config, self._kv_cache_config, heads)
+        with named(self._name):
+            self._work.register(kv_caches, self._vllm_config, self._kv_cache_config, heads)
 
     def get_handshake_metadata(self) -> KVConnHandshake | None:
         address = advertised(self._work.bootstrap_address, self._config)

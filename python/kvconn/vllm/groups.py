@@ -78,7 +78,7 @@ def make_groups(kv_cache_config: Any) -> list[Group]:
             if getattr(group, "host_resident", False):
                 why = f"a KV cache of {kind} in a pool of the host is not supported"
             if why:
-                raise ValueError(f"KVConnConnector: layer {layer}: {why}")
+                raise ValueError(f"layer {layer}: {why}")
         # A group of full attention may have the field sliding_window too, and still keeps every block.
         made.append(
             Group(

@@ -57,9 +57,7 @@ def find_dims(vllm_config: Any, kv_cache_config: Any, layer_name: str, spec: Any
         dims = Dims(fitting[0]) if len(fitting) == 1 else None
     # If a kernel works on smaller blocks, the dimension is a multiple of vLLM's number of blocks.
     if dims is None or dims.block >= len(shape) or not shape[dims.block] or shape[dims.block] % num_blocks:
-        raise ValueError(
-            f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(shape)}: no dimension of it counts {num_blocks} blocks"
-        )
+        raise ValueError(f"layer {layer_name} has a cache of shape {tuple(shape)}: no dimension of it counts {num_blocks} blocks")
     return dims
 
 
@@ -164,7 +162,7 @@ def _check_size(tensor: Any, dims: Dims, spec: Any, kv_cache_config: Any, layer_
     there = tensor.numel() * tensor.element_size() // kv_cache_config.num_blocks
     if says is not None and says != there:
         raise ValueError(
-            f"KVConnConnector: layer {layer_name} has a cache of shape {tuple(tensor.shape)}, which is {there} bytes for each of "
+            f"layer {layer_name} has a cache of shape {tuple(tensor.shape)}, which is {there} bytes for each of "
             f"{kv_cache_config.num_blocks} blocks, but its {type(spec).__name__} says {says} bytes"
         )
 
@@ -186,8 +184,7 @@ def make_regions(
             continue
         if not hasattr(tensor, "stride"):
             raise ValueError(
-                f"KVConnConnector: the cache of layer {name} is a {type(tensor).__name__}, not a tensor: "
-                "this kind of cache is not supported yet"
+                f"the cache of layer {name} is a {type(tensor).__name__}, not a tensor: this kind of cache is not supported yet"
             )
         place, spec = group_of[name]
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), place)
@@ -208,7 +205,7 @@ def make_regions(
         named = name + _meaning(vllm_config, name, spec, backend)
         regions.extend(regions_from_tensor(named, tensor, dims.block, place, **geometry))
     if not regions:
-        raise ValueError(f"KVConnConnector: none of {len(kv_caches)} caches can be transferred")
+        raise ValueError(f"none of {len(kv_caches)} caches can be transferred")
     return regions
 
 

@@ -85,12 +85,12 @@ def device_of(layers: Iterable[tuple[str, Any]], kv_buffer_device: str) -> Any:
             continue  # no tensor: make_regions refuses it
         if device.type != kv_buffer_device:
             raise ValueError(
-                f"KVConnConnector: the cache of layer {name} lies on {device}, but kv_buffer_device is {kv_buffer_device!r}: "
+                f"the cache of layer {name} lies on {device}, but kv_buffer_device is {kv_buffer_device!r}: "
                 "caches are sent from where they lie. Leave kv_buffer_device out, or name the caches' device"
             )
         if found is not None and device != found[1]:
             raise ValueError(
-                f"KVConnConnector: the cache of layer {found[0]} lies on {found[1]}, that of layer {name} on {device}: "
+                f"the cache of layer {found[0]} lies on {found[1]}, that of layer {name} on {device}: "
                 "the caches of a worker must lie on one device"
             )
         found = name, device
@@ -100,7 +100,5 @@ def device_of(layers: Iterable[tuple[str, Any]], kv_buffer_device: str) -> Any:
         import torch
 
         if torch.version.hip:
-            raise ValueError(
-                f"KVConnConnector: the cache of layer {found[0]} lies on a GPU of ROCm {torch.version.hip}: only CUDA's are supported yet"
-            )
+            raise ValueError(f"the cache of layer {found[0]} lies on a GPU of ROCm {torch.version.hip}: only CUDA's are supported yet")
     return found[1]

@@ -11,9 +11,11 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
+
+from ..errors import KvconnError
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -32,6 +34,17 @@ _RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 def called(name: str) -> str:
     """How messages call the connector."""
     return OWN if name == OWN else f"{OWN} in the place of {name}"
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Puts both names before the reason why the engine does not start: the one that its configuration has, and kvconn's own."""
+    try:
+        yield
+    except KvconnError as error:
+        raise type(error)(f"{called(name)}: {error.reason}", code=error.code, transfer_id=error.transfer_id) from error
+    except ValueError as error:
+        raise ValueError(f"{called(name)}: {error}") from error
 
 
 def register() -> None:
@@ -59,7 +72,7 @@ def take_place(name: str) -> None:
 
 def _known(name: str) -> None:
     if name not in OTHERS:
-        raise ValueError(f"{SERVES} names {name!r}: kvconn serves in the place of {', '.join(OTHERS)}")
+        raise ValueError(f"{SERVES} names {name!r}: {OWN} serves in the place of {', '.join(OTHERS)}")
 
 
 def _enter_all(names: Sequence[str]) -> None:
@@ -71,7 +84,7 @@ def _enter_all(names: Sequence[str]) -> None:
         try:
             _enter(name)
         except AttributeError as error:
-            raise RuntimeError(f"{SERVES}: this vLLM has no register of connectors that kvconn knows ({error})") from error
+            raise RuntimeError(f"{called(name)} ({SERVES}): this vLLM has no register of connectors that kvconn knows ({error})") from error
 
 
 def _enter(name: str) -> None:

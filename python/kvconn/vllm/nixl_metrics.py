@@ -1,7 +1,5 @@
 """NIXL's metrics, as vLLM's connector for NIXL has them: names, labels, buckets and meaning. An engine that serves under one of
 NIXL's names has them beside kvconn's own, so that dashboards and autoscalers stay.
-
-vllm:nixl_post_time_seconds is missing: kvconn posts no transfer on the engine's time.
 """
 
 from __future__ import annotations
@@ -12,9 +10,11 @@ from prometheus_client import Counter, Histogram
 
 from .stats import KVConnPromMetrics
 
+_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0]
 # By name: buckets, and the place in a row of KVConnStats' "moved".
 _HISTOGRAMS = {
-    "xfer_time_seconds": ([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0], 3),
+    "xfer_time_seconds": (_SECONDS, 3),
+    "post_time_seconds": ([0.001, *_SECONDS], 6),
     "bytes_transferred": ([2**n for n in range(11, 35, 2)], 2),
     "num_descriptors": ([10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000], 5),
 }

@@ -2,7 +2,7 @@
 Mooncake's connector.
 
 kvconn uses what means something to it, and logs the name of everything else once. A key that none of the three connectors
-knows goes to the agent, which refuses it.
+knows goes to the agent, which refuses it. A test compares both tables with the installed vLLM.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .names import MOONCAKE, NIXL, OWN, called
+from .names import MOONCAKE, NIXL, OWN
 
+PORT = "KVCONN_BOOTSTRAP_PORT"
 _ANY_HOST = ("", "0.0.0.0", "::")
 _LEASE_MOST = 3600  # seconds: the agent's bound
+_NO_STORE = "kvconn has no store"
 _NIXL_PORT = 5600  # where vLLM's NIXL connector listens by default, and what firewalls of its deployments let through
 
 
@@ -29,6 +31,12 @@ class _Word(NamedTuple):
     of: str  # whose word it is
     ours: Callable[[Any], dict[str, Any]] | None  # the settings that it stands for
     why: str  # if there are none
+
+
+class _Variable(NamedTuple):
+    names: tuple[str, ...]  # of connectors: it counts under these
+    ours: Callable[[str], dict[str, Any]] | None
+    why: str
 
 
 def _lease(value: Any) -> dict[str, Any]:
@@ -58,6 +66,33 @@ def _server(value: Any) -> dict[str, Any]:
     return {"bootstrap_join": f"http://{value}"}
 
 
+def _port(text: str) -> dict[str, Any]:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ValueError("a port from 1 to 65535 was expected")
+    return {"bootstrap_port": int(text)}
+
+
+def _host(text: str) -> dict[str, Any]:
+    return {} if text in _ANY_HOST else {"advertise_host": text}
+
+
+def _seconds(text: str) -> dict[str, Any]:
+    if not text.isdigit() or not int(text):
+        raise ValueError("a number of seconds was expected")
+    return _lease(int(text))
+
+
+def _byte(key: str) -> Callable[[str], dict[str, Any]]:
+    """A number from 0 to 255. Mooncake takes one below 0 as none."""
+
+    def ours(text: str) -> dict[str, Any]:
+        if not text.removeprefix("-").isdigit() or int(text) > 255:
+            raise ValueError("a number from 0 to 255 was expected")
+        return {key: int(text)} if int(text) >= 0 else {}
+
+    return ours
+
+
 _WORDS = {
     "kv_lease_duration": _Word("NIXL", _lease, ""),
     "backends": _Word("NIXL", None, "kvconn has transports of its own, see transport"),
@@ -67,12 +102,40 @@ _WORDS = {
     "decoder_kv_blocks_ttl": _Word("NIXL", None, "kvconn carries caches from prefill to decode only"),
     "engine_ttl": _Word("NIXL", None, "an engine is forgotten when it ends"),
     "push_registration_timeout": _Word("NIXL", None, "a load ends by peer_timeout_s"),
+    # Of vLLMs before the layout had names, and in the documentation of newer ones.
+    "enable_cross_layers_blocks": _Word("NIXL", None, "pieces that lie side by side are moved as one, whatever the layout"),
     "mooncake_protocol": _Word("Mooncake", _protocol, "the best transport that both engines have is taken"),
     "device_name": _Word("Mooncake", _devices, "all RDMA devices are taken"),
     "num_workers": _Word("Mooncake", None, "kvconn finds the number of its threads"),
     "bootstrap_server_address": _Word("Mooncake", _server, ""),
-    "preferred_segment": _Word("Mooncake", None, "kvconn has no store"),
+    "preferred_segment": _Word("Mooncake", None, _NO_STORE),
+    "prefill_side_swa_replay": _Word("Mooncake", None, "kvconn carries the window itself, and no checkpoint of it"),
 }
+
+_VARIABLES = {
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": _Variable(NIXL, _port, ""),
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": _Variable(NIXL, _host, "its value is no address to tell peers, and kvconn finds one"),
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": _Variable(NIXL, _seconds, ""),  # of vLLMs before kv_lease_duration
+    "VLLM_MOONCAKE_BOOTSTRAP_PORT": _Variable((*MOONCAKE, OWN), _port, ""),
+    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": _Variable(MOONCAKE, _seconds, ""),
+    "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": _Variable(MOONCAKE, None, "see connect_timeout_s and peer_timeout_s"),
+    "VLLM_MOONCAKE_STORE_TIER_LOG": _Variable(MOONCAKE, None, _NO_STORE),
+    "VLLM_MOONCAKE_LOAD_RECV_THREADS": _Variable(MOONCAKE, None, _NO_STORE),
+    "VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO": _Variable(MOONCAKE, None, _NO_STORE),
+    "MOONCAKE_PREFERRED_SEGMENT": _Variable(MOONCAKE, None, _NO_STORE),
+    "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": _Variable(MOONCAKE, None, _NO_STORE),
+    # Mooncake's own library reads these.
+    "MC_TCP_BIND_ADDRESS": _Variable(MOONCAKE, _host, "its value is no address to tell peers, and kvconn finds one"),
+    "MC_FORCE_TCP": _Variable(MOONCAKE, lambda text: {"transport": "tcp"}, ""),  # whatever its value
+    "MC_GID_INDEX": _Variable(MOONCAKE, _byte("rdma_gid_index"), "its value means that none is forced"),
+    "MC_IB_TC": _Variable(MOONCAKE, _byte("rdma_traffic_class"), "its value means that none is forced"),
+}
+# Further ones: their libraries have many.
+_PREFIXES = {
+    **dict.fromkeys(NIXL, ("VLLM_NIXL_", "NIXL_", "UCX_")),
+    **dict.fromkeys(MOONCAKE, ("VLLM_MOONCAKE_", "MOONCAKE_", "MC_", "WITH_NVIDIA_PEERMEM")),
+}
+_OF_PORTS = ("bootstrap_port", "bootstrap_join")  # which prefill engines have
 
 
 def understood(name: str, extra: Mapping[str, Any], role: str) -> Understood:
@@ -80,64 +143,48 @@ def understood(name: str, extra: Mapping[str, Any], role: str) -> Understood:
 
     name: what kv_connector says. role: the agent's.
     """
-    theirs: dict[str, Any] = {}
     remarks = [] if name == OWN else [f"kvconn serves as {name}"]
-    for key, value in extra.items():
-        if (word := _WORDS.get(key)) is None:
-            continue
-        what = f"kv_connector_extra_config: {key} (of {word.of}'s connector)"
+    found = {key: value for key, value in extra.items() if key not in _WORDS}  # what is there already goes before what comes
+    if "engine_id" in found:
+        remarks += _engine_id(found.pop("engine_id"), role)
+
+    def take(what: str, word: _Word | _Variable, value: Any) -> None:
         try:
-            settings = word.ours(value) if word.ours else {}
+            settings, why = word.ours(value) if word.ours else {}, word.why
         except ValueError as error:
-            raise ValueError(f"{called(name)}: {what} is {value!r}: {error}") from None
-        if role == "decode":
-            settings.pop("bootstrap_join", None)  # it is the prefill engine's port
-        if used := {ours: said for ours, said in settings.items() if ours not in extra}:
-            theirs.update(used)
+            raise ValueError(f"{what} is {value!r}: {error}") from None
+        if role == "decode" and not settings.keys().isdisjoint(_OF_PORTS):
+            settings, why = {}, "a decode engine has no such port"
+        used = {ours: said for ours, said in settings.items() if ours not in found}
+        found.update(used)
+        if used:
             remarks.append(f"{what} is taken as {', '.join(f'{ours} = {said!r}' for ours, said in used.items())}")
-        elif settings:
-            remarks.append(f"{what} is not used: {', '.join(settings)} is given")
         else:
-            remarks.append(f"{what} is not used: {word.why or 'a decode engine has no such port'}")
-    theirs = {**_environment(name, role, remarks), **theirs}
-    own = {key: value for key, value in extra.items() if key not in _WORDS}
-    return Understood({**theirs, **own}, remarks)
+            remarks.append(f"{what} is not used: {', '.join(settings) + ' is given' if settings else why}")
+
+    for key, value in extra.items():
+        if word := _WORDS.get(key):
+            take(f"kv_connector_extra_config: {key} (of {word.of}'s connector)", word, value)
+    if role != "decode" and "bootstrap_port" not in found and (text := os.environ.get(PORT)):
+        try:
+            found.update(_port(text))
+        except ValueError as error:
+            raise ValueError(f"{PORT} is {text!r}: {error}") from None
+    for variable, word in _VARIABLES.items():
+        if name in word.names and (text := os.environ.get(variable)):
+            take(variable, word, text)
+    if more := sorted(each for each in os.environ if each.startswith(_PREFIXES.get(name, ())) and each not in _VARIABLES):
+        remarks.append(f"{', '.join(more)}: not used, since kvconn has transports of its own")
+    if name in NIXL and role != "decode":
+        found.setdefault("bootstrap_port", _NIXL_PORT)
+    return Understood(found, remarks)
 
 
-def _environment(name: str, role: str, remarks: list[str]) -> dict[str, Any]:
-    """The variables for ports, hosts and times. Those of another connector count under its name; Mooncake's port also under our own."""
-    found: dict[str, Any] = {}
-
-    def take(variable: str, key: str, value: Any) -> None:
-        found[key] = value
-        if not variable.startswith("KVCONN_"):
-            remarks.append(f"{variable} is taken as {key} = {value!r}")
-
-    nixl, mooncake = name in NIXL, name in MOONCAKE
+def _engine_id(value: Any, role: str) -> list[str]:
+    """Routers are told vLLM's own key of this name."""
     if role != "decode":
-        if nixl:
-            found["bootstrap_port"] = _NIXL_PORT
-        for variable in ("VLLM_NIXL_SIDE_CHANNEL_PORT" if nixl else "VLLM_MOONCAKE_BOOTSTRAP_PORT", "KVCONN_BOOTSTRAP_PORT"):
-            if port := _port(variable):
-                take(variable, "bootstrap_port", port)
-    if nixl and (host := os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")) is not None:
-        if host in _ANY_HOST:
-            remarks.append(f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}, which is no address to tell peers: kvconn finds one")
-        else:
-            take("VLLM_NIXL_SIDE_CHANNEL_HOST", "advertise_host", host)
-    if mooncake and (wait := os.environ.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT")):
-        if not wait.isdigit() or not int(wait):
-            raise ValueError(f"{called(name)}: VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT is {wait!r}: a number of seconds was expected")
-        take("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "lease_s", min(int(wait), _LEASE_MOST))
-    if mooncake and os.environ.get("VLLM_MOONCAKE_CONNECTOR_TIMEOUT"):
-        remarks.append("VLLM_MOONCAKE_CONNECTOR_TIMEOUT is not used: see connect_timeout_s and peer_timeout_s")
-    return found
-
-
-def _port(variable: str) -> int | None:
-    text = os.environ.get(variable, "")
-    if not text:
-        return None
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ValueError(f"{variable} is {text!r}: a port from 1 to 65535 was expected")
-    return int(text)
+        raise ValueError(
+            f"kv_connector_extra_config: engine_id is {value!r}: routers are told the engine_id that stands beside kv_connector, "
+            "so set it there"
+        )
+    return ["kv_connector_extra_config: engine_id is not used: nobody looks for a decode engine"]

@@ -14,7 +14,7 @@ from .._engine import Rank, host_port
 from ..types import Claim
 from . import states
 from .names import NIXL, OWN
-from .others import understood
+from .others import PORT, understood
 from .served import cache_dtype, model_keys, must_match
 
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
@@ -174,7 +174,7 @@ def check_parallel(parallel_config: Any) -> None:
     names = {"prefill_context_parallel_size": "PCP", "decode_context_parallel_size": "DCP"}
     found = ", ".join(f"{short} = {size}" for name, short in names.items() if (size := getattr(parallel_config, name, 1) or 1) != 1)
     if found:
-        raise ValueError(f"KVConnConnector: {found} is not supported: only tensor, pipeline and data parallel engines are")
+        raise ValueError(f"{found} is not supported: only tensor, pipeline and data parallel engines are")
 
 
 # The most that a bootstrap port has numbers for.
@@ -298,7 +298,7 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str =
     if facts := {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size)}:
         config["must_match"] = facts
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
-    ours = "bootstrap_port" in (transfer.kv_connector_extra_config or {}) or os.environ.get("KVCONN_BOOTSTRAP_PORT")
+    ours = "bootstrap_port" in (transfer.kv_connector_extra_config or {}) or os.environ.get(PORT)
     apart = getattr(vllm_config.parallel_config, "data_parallel_external_lb", False)
     if name in NIXL and apart and not ours and "bootstrap_port" in config:
         # Each such rank is a server of its own, with others on its host. NIXL's configurations name one port for all of them.

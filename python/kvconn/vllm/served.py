@@ -66,7 +66,7 @@ def _fingerprint(vllm_config: Any, model: Any, load: Any) -> str:
         )
     except NoFingerprint as error:
         raise ValueError(
-            f"KVConnConnector: {error}. Two engines compare their weights. To compare a name in their place, "
+            f"{error}. Two engines compare their weights. To compare a name in their place, "
             'set "model" in kv_connector_extra_config of both engines'
         ) from error
 
@@ -149,20 +149,20 @@ def check_engine(vllm_config: Any) -> None:
     aux = getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config
     if getattr(aux, "enable_return_routed_experts", False):
         raise ValueError(
-            "KVConnConnector: --enable-return-routed-experts is not supported: a decode engine that loads a prompt's cache "
+            "--enable-return-routed-experts is not supported: a decode engine that loads a prompt's cache "
             "has not routed the prompt's tokens, so their experts would be missing"
         )
     if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
         raise ValueError(
-            "KVConnConnector: --enable-elastic-ep is not supported: the number of data parallel ranks is fixed when an agent opens, "
+            "--enable-elastic-ep is not supported: the number of data parallel ranks is fixed when an agent opens, "
             "so ranks that are added later could not be found"
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise ValueError("KVConnConnector: --calculate-kv-scales is not supported: each engine would read the cache by scales of its own")
+        raise ValueError("--calculate-kv-scales is not supported: each engine would read the cache by scales of its own")
     ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
     if ahead > 1:
         raise ValueError(
-            f"KVConnConnector: MTP of several modules (they look {ahead} tokens ahead) is not supported: unverified drafts would "
+            f"MTP of several modules (they look {ahead} tokens ahead) is not supported: unverified drafts would "
             "stay in the decode engine's cache"
         )
 
@@ -182,7 +182,7 @@ def count_replacements(vllm_config: Any) -> None:
     found = {name for names, how in ways for name in names if weights.follow(worker, name, how)}
     if not found.intersection(_RELOAD):
         raise ValueError(
-            f"KVConnConnector: the worker {place} has no method {_RELOAD[0]}, so kvconn could not tell when it replaces its weights: "
+            f"the worker {place} has no method {_RELOAD[0]}, so kvconn could not tell when it replaces its weights: "
             "it does not work with this worker"
         )
     # What a worker's extension replaces (--worker-extension-cls) it does by the runner or the model.
@@ -192,9 +192,7 @@ def count_replacements(vllm_config: Any) -> None:
 
     model, name = get_model_architecture(vllm_config.model_config)
     if not weights.follow(model, "load_weights", _replace):
-        raise ValueError(
-            f"KVConnConnector: the model {name} has no method load_weights, so kvconn could not tell when its weights are replaced"
-        )
+        raise ValueError(f"the model {name} has no method load_weights, so kvconn could not tell when its weights are replaced")
     weights.started()
 
 
@@ -203,7 +201,7 @@ def _worker(place: str) -> type:
     try:
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
     except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"KVConnConnector: the class of vLLM's worker, {place}, is not found: {error}") from error
+        raise ValueError(f"the class of vLLM's worker, {place}, is not found: {error}") from error
 
 
 _MODEL = "model"  # a worker has one session at a time, of its model or of its draft model

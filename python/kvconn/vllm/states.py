@@ -110,7 +110,7 @@ def make_regions(
     pages = outer == [num_blocks, *[1] * (len(outer) - 1)] and tensor.stride(-1) * tensor.element_size() == 1
     if not pages or content < sum(sizes):
         raise ValueError(
-            f"KVConnConnector: layer {layer} has a cache of shape {tuple(tensor.shape)} in items of {tensor.element_size()} bytes, "
+            f"layer {layer} has a cache of shape {tuple(tensor.shape)} in items of {tensor.element_size()} bytes, "
             f"but its states are {num_blocks} pages of {sum(sizes)} bytes"
         )
     page = tensor[(slice(None), *[0] * (len(outer) - 1))]

@@ -31,7 +31,8 @@ def _empty() -> dict[str, Any]:
 class KVConnStats(_metrics.KVConnectorStats):
     """The statistics of an interval.
 
-    moved: [side, transport, bytes, seconds, wait, descriptors] of each transfer that ended well.
+    moved: [side, transport, bytes, seconds, wait, descriptors, posted] of each transfer that ended well; posted are the seconds that
+    the engine spent on handing a load over.
     failed: how many transfers ended badly, by "side reason".
     in_flight: [loads, offers].
     steps: the seconds of each step, by part of the connector.
@@ -98,7 +99,7 @@ class Recorder:
         self._in_flight = [0, 0]
         self._told = 0.0
 
-    def moved(self, completion: Any) -> None:
+    def moved(self, completion: Any, posted_s: float = 0.0) -> None:
         self._stats.data["moved"].append(
             [
                 completion.kind,
@@ -107,6 +108,7 @@ class Recorder:
                 completion.transfer_s,
                 completion.wait_s,
                 completion.segments,
+                posted_s,
             ]
         )
 
@@ -214,7 +216,7 @@ class KVConnPromMetrics(_metrics.KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for side, transport, size, seconds, wait, descriptors in transfer_stats_data["moved"]:
+        for side, transport, size, seconds, wait, descriptors, _ in transfer_stats_data["moved"]:
             mine = (*labels, side, transport)
             self._transfers.labels(*mine).inc()
             self._bytes.labels(*mine).inc(size)

@@ -40,6 +40,7 @@ class Reports:
 class _Loading:
     work: LoadWork
     since: float
+    posted_s: float  # what its part of the call took, on the engine's time
     cancelled: bool = False
 
 
@@ -60,6 +61,7 @@ class WorkerSide:
         self._reports = Reports()
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # the connector's own time on this step
+        self._posted_s = 0.0  # for each load of the last call
         self._lines = Lines()
         self._closed = False
 
@@ -255,7 +257,7 @@ class WorkerSide:
             assert self._step is not None
             self._step.computing.append(work)
         else:
-            self._loads[work.transfer_id] = _Loading(work, time.monotonic())
+            self._loads[work.transfer_id] = _Loading(work, time.monotonic(), self._posted_s)
 
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
         self._broken.difference_update(work.transfer_id for work in works)
@@ -275,7 +277,11 @@ class WorkerSide:
 
     def _load_all(self, works: Sequence[LoadWork]) -> None:
         now = self._moments.now()
-        self._agent.start_load([work.load(now) for work in works])
+        began = time.perf_counter()
+        try:
+            self._agent.start_load([work.load(now) for work in works])
+        finally:  # it may have taken some of them
+            self._posted_s = (time.perf_counter() - began) / len(works)
         for work in works:
             self._accepted(work)
 
@@ -360,7 +366,7 @@ class WorkerSide:
             if completion.code:
                 logger.warning("request %s: the prefill engine was not told: %s", work.req_id, completion.reason)
             return
-        self._count(completion)
+        self._count(completion, loading.posted_s)
         if completion.code:
             level = logging.INFO if loading.cancelled else logging.ERROR
             logger.log(level, "request %s: its cache was not loaded: %s", work.req_id, completion.reason)
@@ -369,11 +375,11 @@ class WorkerSide:
         self._lines.put(completion, work, loading.since)
         self._reports.received.add(work.req_id)
 
-    def _count(self, completion: Any) -> None:
+    def _count(self, completion: Any, posted_s: float = 0.0) -> None:
         if completion.code:
             self._recorder.failed(completion.kind, reason_of(completion))
         else:
-            self._recorder.moved(completion)
+            self._recorder.moved(completion, posted_s)
 
     def _report_failed(self, work: LoadWork | RefusedWork) -> None:
         self._reports.received.add(work.req_id)
