@@ -80,6 +80,23 @@ func ownerOf(id core.AgentID) string {
 	return key
 }
 
+// accountOf is whom the places of an agent count under that asks over a link. In a cluster that is the nkey that its id is of. Agents
+// without one cost nothing to make there, so they have one account. So have those that ask a rank at another's server, which does not
+// say where they come from. Who has a server that this agent is a client of speaks for all who ask over it.
+func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
+	switch l.kind {
+	case homeLink:
+		return b.opt.Server.gate.accountOf(id)
+	case clusterLink:
+		if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
+			return core.Account(key)
+		}
+	case portLink:
+		return core.Account(l.via)
+	}
+	return ""
+}
+
 // owns says whether an id is of that public key. Of an nkey's id the rest is the owner's to choose.
 func owns(public ed25519.PublicKey, id core.AgentID) bool {
 	if key, _, keyed := strings.Cut(string(id), keyMark); keyed {

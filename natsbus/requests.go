@@ -196,7 +196,7 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	if err := wire.Decode(m.Data, req); err != nil {
 		return refuse("%v", err)
 	}
-	req.From = string(from)
+	req.From, req.Account = string(from), string(b.accountOf(l, from))
 	if req.Kind == wire.KindHello && fault.On("bus-from-believed") {
 		req.From = req.Hello.ID
 	}

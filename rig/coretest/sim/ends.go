@@ -26,7 +26,7 @@ func (a *agent) watchEnds(e core.Event) func(actions []core.Action) {
 			a.w.fault("", "%s: a step of %T ends %d offers, at most %d and the shares of one transfer are allowed", a.id, e, n, a.w.plan.opt.Ends)
 		}
 		for _, act := range actions {
-			if v, ok := act.(core.SendFinish); ok && strings.Contains(v.Reason, "no room for so many") && !a.loaded[base(v.ID)] {
+			if v, ok := act.(core.SendFinish); ok && v.Code == core.Refused && strings.Contains(v.Reason, "no room for so many") && !a.loaded[base(v.ID)] {
 				a.w.fault(v.ID, "%s: %s is told that its claim of %q has failed, since there is no room for it now", a.id, v.Peer, v.ID)
 			}
 		}
