@@ -18,6 +18,7 @@ import (
 	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Identity is the key pair of one open agent. The agent's id is the digest of the public
@@ -84,14 +85,16 @@ func ownerOf(id core.AgentID) string {
 // without one cost nothing to make there, so they have one account. So have those that ask a rank at another's server, which does not
 // say where they come from. Who has a server that this agent is a client of speaks for all who ask over it.
 func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
-	switch l.kind {
-	case homeLink:
+	switch {
+	case fault.On("bus-agents-are-accounts"):
+		return core.Account(id)
+	case l.kind == homeLink:
 		return b.opt.Server.gate.accountOf(id)
-	case clusterLink:
+	case l.kind == clusterLink:
 		if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
 			return core.Account(key)
 		}
-	case portLink:
+	case l.kind == portLink:
 		return core.Account(l.via)
 	}
 	return ""
