@@ -18,7 +18,6 @@ import (
 	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // Identity is the key pair of one open agent. The agent's id is the digest of the public
@@ -79,25 +78,6 @@ func (i *Identity) public() ed25519.PublicKey { return i.signer.Public().(ed2551
 func ownerOf(id core.AgentID) string {
 	key, _, _ := strings.Cut(string(id), keyMark)
 	return key
-}
-
-// accountOf is whom the places of an agent count under that asks over a link. In a cluster that is the nkey that its id is of. Agents
-// without one cost nothing to make there, so they have one account. So have those that ask a rank at another's server, which does not
-// say where they come from. Who has a server that this agent is a client of speaks for all who ask over it.
-func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
-	switch {
-	case fault.On("bus-agents-are-accounts"):
-		return core.Account(id)
-	case l.kind == homeLink:
-		return b.opt.Server.gate.accountOf(id)
-	case l.kind == clusterLink:
-		if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
-			return core.Account(key)
-		}
-	case l.kind == portLink:
-		return core.Account(l.via)
-	}
-	return ""
 }
 
 // owns says whether an id is of that public key. Of an nkey's id the rest is the owner's to choose.
