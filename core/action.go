@@ -121,6 +121,8 @@ type (
 	// more, by MomentFailed. It is asked once for as long as something waits for it. If
 	// nothing does any more, the answer is of no account.
 	Await struct{ Moment Moment }
+	// Yield: let others have the machine, and tell Resume then, at once. A step ends only some of the offers that are due.
+	Yield struct{}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }
 	// Report: tell the engine, once, how its half ended; its blocks are free.
@@ -156,5 +158,6 @@ func (SendRestart) action() {}
 func (Revoke) action()      {}
 func (Write) action()       {}
 func (Await) action()       {}
+func (Yield) action()       {}
 func (StopWrite) action()   {}
 func (Report) action()      {}

@@ -26,7 +26,7 @@ func (m *Machine) stepLoadMessage(now time.Time, l LoadMessage) (Code, string) {
 	if l.Lease <= 0 || l.Lease > time.Hour {
 		l.Lease = m.opt.Lease
 	}
-	if code, reason := m.fanOut(now, l.Peer, l.ID); code != OK {
+	if code, reason := m.fanOut(now, partyOf(l.Account, l.Peer), l.ID); code != OK {
 		return code, reason
 	}
 	of := m.offers[l.ID]
@@ -114,20 +114,21 @@ func (m *Machine) stepRenewMessage(now time.Time, r RenewMessage) []Answer {
 	if p := m.probes[r.From]; p != nil {
 		p.since = now // D lives, or this is the last that it has sent
 	}
+	who := partyOf(r.Account, r.From)
 	out := make([]Answer, 0, len(r.Loads)+len(r.Claims))
 	for _, id := range r.Loads {
-		out = append(out, m.renewed(now, r.From, id, false))
+		out = append(out, m.renewed(now, who, id, false))
 		m.settle(now)
 	}
 	for _, id := range r.Claims {
-		out = append(out, m.renewed(now, r.From, id, true))
+		out = append(out, m.renewed(now, who, id, true))
 		m.settle(now)
 	}
 	return out
 }
 
-func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool) Answer {
-	of := m.offers[id]
+func (m *Machine) renewed(now time.Time, who party, id TransferID, claim bool) Answer {
+	of, from := m.offers[id], who.agent
 	if of == nil {
 		t, gone := m.ended.get(id)
 		switch {
@@ -140,7 +141,7 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 		case !claim || m.closed || checkWireID(id) != nil:
 			return Answer{Status: StatusUnknown}
 		}
-		switch code, reason := m.fanOut(now, from, id); code {
+		switch code, reason := m.fanOut(now, who, id); code {
 		case OK:
 		case Refused, Closed:
 			return Answer{Status: StatusUnknown}
@@ -148,10 +149,10 @@ func (m *Machine) renewed(now time.Time, from AgentID, id TransferID, claim bool
 			return Answer{StatusEnded, code, reason}
 		}
 		if of = m.offers[id]; of == nil {
-			if !m.roomForEarly(now, from, 1, 0) {
+			if !m.roomForEarly(now, who, 1, 0) {
 				return Answer{Status: StatusUnknown}
 			}
-			of = m.addEarly(now, id, from)
+			of = m.addEarly(now, id, who)
 		}
 	}
 	if claim && (of.peer == "" || fault.On("second-claim") && of.load == nil) {
@@ -196,7 +197,7 @@ func (m *Machine) stepFinishMessage(now time.Time, f FinishMessage) {
 		}
 	case (c != nil || ld != nil) && m.offers[f.ID] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
 	default:
-		m.finishOffer(now, f.From, f.ID, peerCode(f.Code), f.Reason)
+		m.finishOffer(now, partyOf(f.Account, f.From), f.ID, peerCode(f.Code), f.Reason)
 	}
 }
 
@@ -207,16 +208,17 @@ func (m *Machine) stepRestartMessage(now time.Time, r RestartMessage) {
 }
 
 // finishOffer takes D's word that its half has ended.
-func (m *Machine) finishOffer(now time.Time, from AgentID, id TransferID, code Code, reason string) {
+func (m *Machine) finishOffer(now time.Time, who party, id TransferID, code Code, reason string) {
+	from := who.agent
 	_, gone := m.ended.get(id)
 	of := m.offers[id]
 	if of == nil && !gone {
-		m.fanOut(now, from, id) // if it is a part, the others are waited for
+		m.fanOut(now, who, id) // if it is a part, the others are waited for
 		of = m.offers[id]
 	}
 	switch {
 	case of == nil && !gone:
-		m.ended.addWord(from, id, tombstone{code: code, reason: reason}) // the word overtook the load, or came before the engine's request
+		m.ended.addWord(who, id, tombstone{code: code, reason: reason}) // the word overtook the load, or came before the engine's request
 	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // the transfer is another agent's
 	case code == OK && of.state.sending():
 		if fault.On("finish-before-written") {

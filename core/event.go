@@ -67,6 +67,7 @@ type Remapped struct {
 type LoadMessage struct {
 	ID        TransferID
 	Peer      AgentID
+	Account   Account
 	Grant     []byte
 	Selection        // of D's blocks and regions
 	Prompt    uint64 // as of LoadRequest
@@ -77,15 +78,17 @@ type LoadMessage struct {
 // RenewMessage is D's renewal of its loads and claims. P answers by AnswerRenew.
 type RenewMessage struct {
 	From          AgentID
+	Account       Account
 	Loads, Claims []TransferID
 }
 
 // FinishMessage is a peer's word that its half has ended.
 type FinishMessage struct {
-	From   AgentID
-	ID     TransferID
-	Code   Code
-	Reason string
+	From    AgentID
+	Account Account
+	ID      TransferID
+	Code    Code
+	Reason  string
 }
 
 // RestartMessage is P's word that it has withdrawn the blocks of the load whose grant
@@ -174,6 +177,8 @@ type (
 	PeerDown struct{ Peer AgentID }
 	// Tick is the time. It ends claims, loads and offers that have waited too long, and renews leases.
 	Tick struct{}
+	// Resume is the outcome of Yield.
+	Resume struct{}
 	// Close ends every transfer; the agent may go when Busy says no.
 	Close struct{}
 	// Abandon reports all halves that Close could not bring to an end. The user may tell it
@@ -206,5 +211,6 @@ func (Revoked) event()        {}
 func (Written) event()        {}
 func (PeerDown) event()       {}
 func (Tick) event()           {}
+func (Resume) event()         {}
 func (Close) event()          {}
 func (Abandon) event()        {}

@@ -26,7 +26,7 @@ type fanOut struct {
 // fanOut makes sure that a part that a peer names is one of this transfer's. The first
 // part to come says how many there are. The code is the answer to the peer. If the id is
 // no part's, there is nothing to do.
-func (m *Machine) fanOut(now time.Time, from AgentID, part TransferID) (Code, string) {
+func (m *Machine) fanOut(now time.Time, who party, part TransferID) (Code, string) {
 	id, share, ok := splitPart(part)
 	if !ok {
 		if f := m.fans.offers[part]; f != nil {
@@ -52,7 +52,7 @@ func (m *Machine) fanOut(now time.Time, from AgentID, part TransferID) (Code, st
 		return Closed, "the prefill agent is closing"
 	case base != nil && base.peer != "":
 		return Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(id), base.peer)
-	case base == nil && !m.roomForEarly(now, from, share.Of, 0), base != nil && len(m.offers)-m.early+share.Of-1 > m.opt.MaxTransfers:
+	case base == nil && !m.roomForEarly(now, who, share.Of, 0), base != nil && len(m.offers)-m.early+share.Of-1 > m.opt.MaxTransfers:
 		return Refused, fmt.Sprintf("%d shares of transfer %q do not fit beside %d others", share.Of, string(id), len(m.offers))
 	}
 	defer m.because("FanOut")()
@@ -64,12 +64,13 @@ func (m *Machine) fanOut(now time.Time, from AgentID, part TransferID) (Code, st
 		f.offered, f.token, f.blocks = base.offered, base.token, base.held.Count()
 		state = base.state
 	}
+	var early *earlyPlace
 	for k := range share.Of {
 		of := base.part(Share{k, share.Of, share.Source}.Part(id), now.Add(m.opt.EarlyLoad))
 		f.parts = append(f.parts, of.id)
 		m.offerTo(of, state)
 		if state == offerEarly {
-			m.cameEarly(of, from)
+			early = m.cameEarly(of, early, who)
 		}
 		for i := range of.growths {
 			if after := of.growths[i].after; after != 0 {
@@ -157,7 +158,7 @@ func (m *Machine) offerEnded(now time.Time, of *offer) {
 	m.reportDemand(f.id, f.code, f.reason, 0)
 	end := tombstone{code: f.code, reason: f.reason, offered: !f.offered.IsZero(), stats: f.stats}
 	if of.endedIn == offerEarly && f.offered.IsZero() && f.code != Cancelled {
-		m.ended.addWord(of.broughtBy, f.id, end)
+		m.ended.addWord(of.place.who, f.id, end)
 	} else {
 		m.ended.add(f.id, end)
 	}

@@ -101,7 +101,7 @@ func newUser(t *testing.T, in []byte) *user {
 	}
 	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{}, prompts: map[core.TransferID]uint64{},
 		passed: map[core.Moment]bool{0: true}, holding: map[core.TransferID]core.Moment{}, free: map[core.TransferID]core.Moment{},
-		m: &core.Told{Machine: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Claim: time.Minute, ReportClaims: len(in)%2 == 1})}}
+		m: &core.Told{Machine: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Ends: 1 + len(in)%3, Claim: time.Minute, ReportClaims: len(in)%2 == 1})}}
 }
 
 // byte is the input's next choice; 0 when there is none.
@@ -124,6 +124,14 @@ func (u *user) id() core.TransferID {
 
 // peer is never "", which means nobody to the machine: node lets no such one in.
 func (u *user) peer() core.AgentID { return pick(u, []core.AgentID{"p", "q", "r", "\xff"}) }
+
+// accountOf: two of the agents have one account.
+func accountOf(peer core.AgentID) core.Account {
+	if peer == "q" {
+		return "p"
+	}
+	return core.Account(peer)
+}
 
 func (u *user) code() core.Code {
 	return pick(u, []core.Code{core.OK, core.Cancelled, core.PeerLost, core.Closed, core.Refused, 99, -1, 1 << 40})
@@ -197,11 +205,12 @@ func (u *user) next() {
 		u.tell(core.Cancel{ID: u.id()})
 	case 5:
 		id, peer, grant := u.named(), u.peer(), u.byte()%3
-		answer := u.tell(core.LoadMessage{ID: id, Peer: peer, Grant: []byte{grant}, Prompt: uint64(grant), Selection: core.Selection{First: u.first(), Blocks: u.blocks(), Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})}, Lease: time.Duration(int8(u.byte())) * time.Second})
+		answer := u.tell(core.LoadMessage{ID: id, Peer: peer, Account: accountOf(peer), Grant: []byte{grant}, Prompt: uint64(grant), Selection: core.Selection{First: u.first(), Blocks: u.blocks(), Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})}, Lease: time.Duration(int8(u.byte())) * time.Second})
 		u.known(answer.(core.AnswerLoad).Code)
 	case 6:
 		loads, claims := u.ids(), u.ids()
-		answers := u.tell(core.RenewMessage{From: u.peer(), Loads: loads, Claims: claims}).(core.AnswerRenew).Answers
+		peer := u.peer()
+		answers := u.tell(core.RenewMessage{From: peer, Account: accountOf(peer), Loads: loads, Claims: claims}).(core.AnswerRenew).Answers
 		if len(answers) != len(loads)+len(claims) {
 			u.t.Errorf("%d answers to a renewal of %q and %q", len(answers), loads, claims)
 		}
@@ -212,7 +221,8 @@ func (u *user) next() {
 			}
 		}
 	case 7:
-		u.tell(core.FinishMessage{From: u.peer(), ID: u.named(), Code: u.code(), Reason: "said so"})
+		peer := u.peer()
+		u.tell(core.FinishMessage{From: peer, Account: accountOf(peer), ID: u.named(), Code: u.code(), Reason: "said so"})
 	case 8:
 		u.tell(core.PeerDown{Peer: u.peer()})
 	case 9: // up to a minute, also without a tick

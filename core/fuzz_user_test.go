@@ -113,6 +113,8 @@ func (u *user) perform() {
 	case core.Revoke:
 		u.armed = slices.DeleteFunc(u.armed, func(id core.TransferID) bool { return id == v.ID })
 		u.tell(core.Revoked(v))
+	case core.Yield:
+		u.tell(core.Resume{})
 	case core.SendFinish, core.SendRestart, core.Forget, core.StopWrite:
 	default:
 		u.asked = append(u.asked, a)

@@ -1,6 +1,9 @@
 package core
 
-import "fmt"
+import (
+	"container/list"
+	"fmt"
+)
 
 type mustFunc func(ok bool, format string, args ...any)
 
@@ -61,7 +64,7 @@ func (m *Machine) checkOffers(must mustFunc) {
 		}
 	}
 	must(early == m.early && earlyBlocks == m.earlyBlocks, "%d early offers of %d blocks, counted %d of %d", early, earlyBlocks, m.early, m.earlyBlocks)
-	must(early <= m.opt.MaxTransfers && len(m.offers)-early <= m.opt.MaxTransfers, "%d offers, %d early, over the limit", len(m.offers), early)
+	must(early <= 2*m.opt.MaxTransfers && len(m.offers)-early <= m.opt.MaxTransfers, "%d offers, %d early, over the limit", len(m.offers), early)
 }
 
 func (m *Machine) checkClaims(must mustFunc) {
@@ -95,31 +98,52 @@ func (m *Machine) checkLoads(must mustFunc) {
 
 // checkEarly: what only peers have named is counted for each of them.
 func (m *Machine) checkEarly(must mustFunc) {
-	places, blocks, words := 0, 0, 0
-	for peer, h := range m.earlyOf.byPeer {
-		for _, id := range h.ids {
-			of := m.offers[id]
-			must(of != nil && of.state == offerEarly && of.broughtBy == peer, "early offer %q is counted for %q and is none of its", id, peer)
+	places, blocks := 0, 0
+	m.earlyOf.check(must, func(s *stake) {
+		held, loads := 0, 0
+		half := m.halfOf(s.id)
+		for _, of := range half {
+			must(of.state == offerEarly && of.place.offers == s && of.place.who == s.who, "early offer %q is counted for %v and is none of its", of.id, s.who)
+			if held += of.loadBlocks(); of.load != nil {
+				loads++
+			}
 		}
-		must(len(h.ids) > 0 && h.weight == len(h.ids), "%q has %d early offers, weight %d", peer, len(h.ids), h.weight)
-		must(h.weight <= m.earlyOf.most().weight, "%q has more than the greediest", peer)
-		places += len(h.ids)
-	}
-	for peer, h := range m.earlyLoads.byPeer {
-		held := 0
-		for _, id := range h.ids {
-			of := m.offers[id]
-			must(of != nil && of.state == offerEarly && of.broughtBy == peer && of.load != nil, "early load %q is counted for %q and is none of its", id, peer)
-			held += of.loadBlocks()
+		must(len(half) == s.weight && (loads == 0 || s.firm), "%d early offers of %q with %d loads, counted %d, firm %v", len(half), s.id, loads, s.weight, s.firm)
+		if places += len(half); len(half) > 0 && half[0].place.blocks != nil {
+			at := half[0].place.blocks
+			must(at.id == s.id && at.weight == held && at.who == s.who, "early loads %q have %d blocks, weight %d of %q", s.id, held, at.weight, at.id)
 		}
-		must(len(h.ids) > 0 && h.weight == held, "early loads of %q have %d blocks, weight %d", peer, held, h.weight)
-		must(h.weight <= m.earlyLoads.most().weight, "%q has more than the greediest", peer)
 		blocks += held
-	}
-	must(places == m.early && blocks == m.earlyBlocks, "%d early offers of %d blocks, counted %d of %d", places, blocks, m.early, m.earlyBlocks)
-	for peer, h := range m.ended.words.of.byPeer {
-		must(len(h.ids) > 0 && h.weight == len(h.ids), "%q has %d words, weight %d", peer, len(h.ids), h.weight)
-		words += len(h.ids)
-	}
+	})
+	held := 0
+	m.earlyLoads.check(must, func(s *stake) { held += s.weight })
+	must(places == m.early && blocks == m.earlyBlocks && held == blocks, "%d early offers of %d blocks, counted %d of %d, weights %d", places, blocks, m.early, m.earlyBlocks, held)
+	must(m.early <= m.opt.MaxTransfers && m.earlyBlocks <= maxEarlyBlocks || m.yielded, "%d early offers of %d blocks, and nothing gives way", m.early, m.earlyBlocks)
+	words := 0
+	m.ended.words.of.check(must, func(s *stake) {
+		must(m.ended.words.byID[s.id].of == s, "the word of %q is counted for %v and is none of its", s.id, s.who)
+		words++
+	})
 	must(words == len(m.ended.words.byID) && words <= m.ended.words.limit, "%d words, counted %d", len(m.ended.words.byID), words)
+}
+
+// check checks that each weight is the sum of its parts, and calls f for each stake.
+func (g *greedy) check(must mustFunc, f func(s *stake)) {
+	for name, a := range g.accounts.byName {
+		all := 0
+		for agent, h := range a.agents.byName {
+			held := 0
+			for _, l := range []*list.List{&h.soft, &h.firm} {
+				for el := l.Front(); el != nil; el = el.Next() {
+					s := el.Value.(*stake)
+					must(s.who == party{Account(name), AgentID(agent)} && s.weight > 0 && s.el == el && s.firm == (l == &h.firm), "%q of %v has %d, and is with %q of %q", s.id, s.who, s.weight, agent, name)
+					held += s.weight
+					f(s)
+				}
+			}
+			must(h.weight == held && h.weight <= a.agents.most().weight, "%q has %d, counted %d", agent, held, h.weight)
+			all += held
+		}
+		must(a.weight == all && a.weight <= g.accounts.most().weight, "account %q has %d, counted %d", name, all, a.weight)
+	}
 }

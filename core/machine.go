@@ -24,7 +24,7 @@ const TickInterval = 100 * time.Millisecond
 
 // Defaults are the Options of an agent that sets none, and the only place of these
 // numbers.
-var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, Load: time.Hour, Offer: time.Hour, MomentTimeout: time.Minute, MaxTransfers: 4096}
+var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, Load: time.Hour, Offer: time.Hour, MomentTimeout: time.Minute, MaxTransfers: 4096, Ends: 16}
 
 // Options bound a Machine's waits and queues. Zero values get the Defaults.
 type Options struct {
@@ -36,6 +36,7 @@ type Options struct {
 	Offer         time.Duration // P keeps an offer, whatever D says
 	MomentTimeout time.Duration // a moment that has not passed by then fails, and a load that D's own memory holds up for so long
 	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
+	Ends          int           // P: offers that a step ends before Yield, see pace.go
 	ReportDemands bool          // P: Report when an announced transfer is demanded
 	ReportClaims  bool          // D: Report a claim that cannot succeed any more
 
@@ -61,6 +62,9 @@ func (o Options) withDefaults() Options {
 	def(&o.MomentTimeout, Defaults.MomentTimeout)
 	if o.MaxTransfers <= 0 {
 		o.MaxTransfers = Defaults.MaxTransfers
+	}
+	if o.Ends <= 0 {
+		o.Ends = Defaults.Ends
 	}
 	return o
 }
@@ -89,12 +93,15 @@ type Machine struct {
 	demands     map[TransferID]bool // announced, and no load is here
 	early       int                 // offers that no call of the engine backs yet
 	earlyBlocks int                 // block ids that they hold
-	earlyOf     greedy              // the D agents that have brought them
-	earlyLoads  greedy              // those of their loads, each with the weight of its block ids
+	earlyOf     greedy              // who has brought them
+	earlyLoads  greedy              // and their loads, each with the weight of its block ids
 	probes      map[AgentID]*probe  // the D agents that P asks whether they live
 	ended       tombstones
 
 	moments map[Moment]*awaited // that halves wait for
+
+	ends    int  // offers that this step has ended
+	yielded bool // Resume is to come
 
 	outcomes []outcome // of the halves; settle takes them
 	actions  []Action
@@ -121,6 +128,7 @@ var accepted Action = AnswerLoad{}
 // event has one, and then what is to be done.
 func (m *Machine) Step(now time.Time, e Event) []Action {
 	m.taken.begin(e)
+	m.ends = 0
 	var answer Action
 	switch v := e.(type) {
 	case LoadMessage:
@@ -165,6 +173,8 @@ func (m *Machine) Step(now time.Time, e Event) []Action {
 		m.stepRemapped(now, v)
 	case Tick:
 		m.stepTick(now)
+	case Resume:
+		m.stepResume(now)
 	case Close:
 		m.stepClose(now)
 	case Abandon:

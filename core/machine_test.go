@@ -126,7 +126,7 @@ func (s *script) open(c *coretest.Command) *core.Machine {
 	l := s.layout(c, s.list(c, "size"))
 	s.layouts[c.Word(0)] = l
 	return core.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
-		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), Load: s.duration(c, "load", 0), Offer: s.duration(c, "offer", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
+		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), Load: s.duration(c, "load", 0), Offer: s.duration(c, "offer", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), Ends: int(s.number(c, "at-once", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
 }
 
 // ask answers a question, which is no event; ok says that it is one.
@@ -184,6 +184,7 @@ func (s *script) id(c *coretest.Command) core.TransferID {
 // event reads the event of a command.
 func (s *script) event(what string, c *coretest.Command) core.Event {
 	id, peer, why := s.id(c), core.AgentID(c.Value("peer", "")), c.Value("why", "")
+	account := core.Account(c.Value("account", string(peer)))
 	absent := c.Value("absent", "") == "yes"
 	var failure error
 	if text := c.Value("err", ""); text != "" {
@@ -225,11 +226,11 @@ func (s *script) event(what string, c *coretest.Command) core.Event {
 	case "written":
 		return core.Written{ID: id, Stats: s.stats(c), Err: failure}
 	case "finish":
-		return core.FinishMessage{From: peer, ID: id, Code: s.code(c), Reason: why}
+		return core.FinishMessage{From: peer, Account: account, ID: id, Code: s.code(c), Reason: why}
 	case "loaded":
-		return core.LoadMessage{ID: id, Peer: peer, Grant: []byte(c.Value("grant", "")), Match: s.match(c), Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", "")))}, Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)}
+		return core.LoadMessage{ID: id, Peer: peer, Account: account, Grant: []byte(c.Value("grant", "")), Match: s.match(c), Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", "")))}, Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)}
 	case "renew":
-		return core.RenewMessage{From: peer, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}
+		return core.RenewMessage{From: peer, Account: account, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}
 	case "renewed":
 		var answers []core.Answer
 		for _, w := range strings.Fields(c.Value("says", "")) {
@@ -252,6 +253,8 @@ func (s *script) event(what string, c *coretest.Command) core.Event {
 		return core.ProbeReplied{Peer: peer, Absent: absent, Away: c.Value("away", "") == "yes", Err: failure}
 	case "down":
 		return core.PeerDown{Peer: peer}
+	case "resume":
+		return core.Resume{}
 	case "close":
 		return core.Close{}
 	case "abandon":

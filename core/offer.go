@@ -51,21 +51,20 @@ func (s offerState) stopping() bool { return s == offerWithdrawing || s.ends() }
 
 // offer is P's half of a transfer.
 type offer struct {
-	id       TransferID
-	state    offerState
-	token    uint64
-	held     Selection // First and Blocks of what the engine has given
-	ready    []uint32  // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
-	sent     []uint32  // ready as it was when the Write under way was last extended
-	growths  []growth  // what becomes ready with moments that have not passed, in the engine's order
-	prompt   uint64    // fingerprint of the prompt that they are the cache of; 0: not said yet
-	offered  time.Time // zero: the engine has not offered all of it
-	sendAt   time.Time // when the Write began
-	deadline time.Time // end of the lease, or of the wait for the engine
-	endBy    time.Time // whatever D says; zero: the engine has not offered all of it
-	peer     AgentID   // the D agent that claims or loads it
-	// broughtBy is the D agent that has named an early one first.
-	broughtBy AgentID
+	id        TransferID
+	state     offerState
+	token     uint64
+	held      Selection   // First and Blocks of what the engine has given
+	ready     []uint32    // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
+	sent      []uint32    // ready as it was when the Write under way was last extended
+	growths   []growth    // what becomes ready with moments that have not passed, in the engine's order
+	prompt    uint64      // fingerprint of the prompt that they are the cache of; 0: not said yet
+	offered   time.Time   // zero: the engine has not offered all of it
+	sendAt    time.Time   // when the Write began
+	deadline  time.Time   // end of the lease, or of the wait for the engine
+	endBy     time.Time   // whatever D says; zero: the engine has not offered all of it
+	peer      AgentID     // the D agent that claims or loads it
+	place     *earlyPlace // of a transfer that is early, or was
 	load      *LoadMessage
 	landed    bool     // D has all bytes
 	nacked    bool     // D's transport expects it no more
@@ -87,6 +86,7 @@ func (m *Machine) lease(of *offer) time.Duration {
 // offerTo is one row of the table: the offer's next state, and what is to be done.
 func (m *Machine) offerTo(of *offer, next offerState, does ...Action) {
 	if next == offerNone || next.ends() {
+		m.ends++
 		m.awaitNothing(of)
 	}
 	switch offerNone {

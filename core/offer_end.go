@@ -103,7 +103,7 @@ func (m *Machine) reportOffer(now time.Time, of *offer, s TransferStats) {
 		end.nacked = of.peer
 	}
 	if of.endedIn == offerEarly && of.end.code != Cancelled {
-		m.ended.addWord(of.broughtBy, of.id, end)
+		m.ended.addWord(of.place.who, of.id, end)
 	} else {
 		m.ended.add(of.id, end)
 	}
@@ -133,7 +133,7 @@ func (m *Machine) overdue(now time.Time, of *offer) bool {
 	return !of.endBy.IsZero() && !now.Before(of.endBy) && !of.state.stopping() && !fault.On("waits-for-decode")
 }
 
-// tickOffers ends offers that have waited too long for D or for the engine.
+// tickOffers ends offers that have waited too long for D or for the engine, as many as a step may.
 func (m *Machine) tickOffers(now time.Time) {
 	var late []TransferID
 	for id, of := range m.offers {
@@ -143,6 +143,10 @@ func (m *Machine) tickOffers(now time.Time) {
 	}
 	slices.Sort(late)
 	for _, id := range late {
+		if m.enough() {
+			m.yield()
+			return
+		}
 		m.offerLate(now, m.offers[id])
 		m.settle(now)
 	}

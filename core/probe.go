@@ -13,6 +13,7 @@ type probe struct {
 	since  time.Time // when its connections broke, or it was heard of
 	absent int       // ticks, in a row, in which nobody listened as it: answers that say so, and those that pass meanwhile
 	asking bool
+	gone   bool // it is, and its offers end
 }
 
 func (m *Machine) stepPeerDown(now time.Time, id AgentID) {
@@ -42,6 +43,7 @@ func (m *Machine) offersOf(id AgentID) (ids []TransferID) {
 func (m *Machine) tickProbes(now time.Time) {
 	for _, id := range sortedKeys(m.probes) {
 		switch p := m.probes[id]; {
+		case p.gone:
 		case p.asking && p.absent > 0:
 			p.absent++ // the answer takes longer than a tick
 		case p.asking:
@@ -56,7 +58,7 @@ func (m *Machine) tickProbes(now time.Time) {
 
 func (m *Machine) stepProbeReplied(now time.Time, e ProbeReplied) {
 	p := m.probes[e.Peer]
-	if p == nil {
+	if p == nil || p.gone {
 		return
 	}
 	p.asking = false // again with the next tick
@@ -66,15 +68,30 @@ func (m *Machine) stepProbeReplied(now time.Time, e ProbeReplied) {
 		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(m.absence(e.Away)/TickInterval), 1) {
 			return
 		}
-		delete(m.probes, e.Peer)
-		for _, tid := range m.offersOf(e.Peer) {
-			m.endOffer(now, m.offers[tid], ending{PeerLost, fmt.Sprintf("decode agent %s is gone", e.Peer)}, false)
-			m.settle(now)
-		}
+		p.gone = true
+		m.endGone(now)
 	case e.Err != nil:
 		p.absent = 0 // somebody listens, most likely
 	default:
 		delete(m.probes, e.Peer)
+	}
+}
+
+// endGone ends the offers of the D agents that are gone, as many as a step may.
+func (m *Machine) endGone(now time.Time) {
+	for _, id := range sortedKeys(m.probes) {
+		if p := m.probes[id]; p == nil || !p.gone {
+			continue
+		}
+		for _, tid := range m.offersOf(id) {
+			if m.enough() {
+				m.yield()
+				return
+			}
+			m.endOffer(now, m.offers[tid], ending{PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+			m.settle(now)
+		}
+		delete(m.probes, id)
 	}
 }
 

@@ -261,6 +261,8 @@ func describe(a core.Action) string {
 		return fmt.Sprintf("%s %s to=%s grant=%s src=%v dst=%v%s%s", verb, v.ID, v.Peer, v.Grant, v.Src.Blocks, v.Dst.Blocks, tokens(v.Dst.Tokens)+of(v.Dst.Regions), extent)
 	case core.Await:
 		return fmt.Sprintf("await %d", v.Moment)
+	case core.Yield:
+		return "yield"
 	case core.StopWrite:
 		return fmt.Sprintf("stop-write %s", v.ID)
 	case core.Report:

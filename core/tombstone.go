@@ -42,7 +42,7 @@ func (t *tombstones) add(id TransferID, end tombstone) {
 }
 
 // addWord remembers how a transfer has ended that only peers have named, from first.
-func (t *tombstones) addWord(from AgentID, id TransferID, end tombstone) {
+func (t *tombstones) addWord(from party, id TransferID, end tombstone) {
 	switch {
 	case fault.On("no-tombstones"):
 	case fault.On("words-push-out"):
@@ -55,7 +55,7 @@ func (t *tombstones) addWord(from AgentID, id TransferID, end tombstone) {
 func (t *tombstones) len() int { return len(t.own.byID) + len(t.words.byID) }
 
 // words are ends of the newest transfers that only peers have named, as many as limit. The
-// peer that has named the most gives way.
+// account that has named the most gives way.
 type words struct {
 	limit int
 	byID  map[TransferID]word
@@ -64,21 +64,20 @@ type words struct {
 
 type word struct {
 	tombstone
-	from AgentID
+	of *stake
 }
 
-func (w *words) put(from AgentID, id TransferID, end tombstone) {
+func (w *words) put(from party, id TransferID, end tombstone) {
 	w.drop(id)
-	w.byID[id] = word{end, from}
-	w.of.add(from, id, 1)
+	w.byID[id] = word{end, w.of.add(from, id, 1)}
 	if len(w.byID) > w.limit {
-		w.drop(w.of.most().ids[0])
+		w.drop(w.of.oldest().id)
 	}
 }
 
 func (w *words) drop(id TransferID) {
 	if old, known := w.byID[id]; known {
 		delete(w.byID, id)
-		w.of.drop(old.from, id, 1)
+		w.of.change(old.of, -1)
 	}
 }

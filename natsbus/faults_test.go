@@ -44,6 +44,8 @@ var defects = []faulttest.Defect{
 	// Who floods from one address has no place that others need.
 	{"bus-places-kept", "TestPlacesOfClients"},
 	{"bus-strangers-stay", "TestPlacesOfStrangers"},
+	// The agents that one makes share what one gets.
+	{"bus-agents-are-accounts", "TestAccounts"},
 	// Long requests of one agent hold up no short ones of others.
 	{"bus-longs-at-once", "TestLongRequestsWait"},
 	{"bus-longs-in-order", "TestLongsTakeTurns"},

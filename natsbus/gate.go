@@ -30,16 +30,24 @@ type gate struct {
 
 	mu   sync.Mutex
 	pass map[string]client // by the user's name, for clients that have proved themselves
+	here map[core.AgentID]presence
 }
 
 // client is the agent that a connection has proved to be, and what it may do.
 type client struct {
-	id    core.AgentID
-	right right
+	id      core.AgentID
+	right   right
+	account core.Account
+}
+
+// presence is an agent's connections.
+type presence struct {
+	account     core.Account // of the first of those that are open
+	connections int
 }
 
 func newGate(k secrets, local string, keys []string) (*gate, error) {
-	g := &gate{home: randomName(), secrets: k, local: local, keys: map[string]bool{}, pass: map[string]client{}}
+	g := &gate{home: randomName(), secrets: k, local: local, keys: map[string]bool{}, pass: map[string]client{}, here: map[core.AgentID]presence{}}
 	for _, key := range keys {
 		if !nkeys.IsValidPublicUserKey(key) {
 			return nil, fmt.Errorf("embedded nats server: %q is not a public user nkey, which begins with U", key)
@@ -61,11 +69,31 @@ func (g *gate) enter(c client) (connect string, leave func(), err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.pass[user] = c
+	at, there := g.here[c.id]
+	if !there {
+		at.account = c.account
+	}
+	at.connections++
+	g.here[c.id] = at
 	return "CONNECT " + string(options) + "\r\n", func() {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		delete(g.pass, user)
+		at := g.here[c.id]
+		if at.connections--; at.connections == 0 {
+			delete(g.here, c.id)
+			return
+		}
+		g.here[c.id] = at
 	}, nil
+}
+
+// accountOf is whom an agent's places count under: its nkey if it has proved one, else the address that it comes from. An agent
+// that has gone has the account of all that have.
+func (g *gate) accountOf(id core.AgentID) core.Account {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.here[id].account
 }
 
 // Check implements server.Authentication.

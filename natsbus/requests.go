@@ -196,7 +196,7 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	if err := wire.Decode(m.Data, req); err != nil {
 		return refuse("%v", err)
 	}
-	req.From = string(from)
+	req.From, req.Account = string(from), string(b.accountOf(l, from))
 	if req.Kind == wire.KindHello && fault.On("bus-from-believed") {
 		req.From = req.Hello.ID
 	}
@@ -213,6 +213,25 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 		reply = &wire.Reply{Code: int(core.Failed), Reason: fmt.Sprintf("agent %s: the handler gave no reply", l.id)}
 	}
 	return reply
+}
+
+// accountOf is whom the places of an agent count under that asks over a link. In a cluster that is the nkey that its id is of. Agents
+// without one cost nothing to make there, so they have one account. So have those that ask a rank at another's server, which does not
+// say where they come from. Who has a server that this agent is a client of speaks for all who ask over it.
+func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
+	switch {
+	case fault.On("bus-agents-are-accounts"):
+		return core.Account(id)
+	case l.kind == homeLink:
+		return b.opt.Server.gate.accountOf(id)
+	case l.kind == clusterLink:
+		if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
+			return core.Account(key)
+		}
+	case l.kind == portLink:
+		return core.Account(l.via)
+	}
+	return ""
 }
 
 func (b *Bus) answer(v *asked, r *wire.Reply) {

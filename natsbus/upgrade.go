@@ -109,8 +109,8 @@ func (s *Server) prove(conn *tls.Conn) (client, error) {
 	if err != nil {
 		return client{}, err
 	}
-	r, err := s.gate.welcome(conn, state)
-	return client{id, r}, err
+	r, key, err := s.gate.welcome(conn, state)
+	return client{id, r, core.Account(key)}, err
 }
 
 // refuse logs why a client is sent away, and gives it time to read the reason.
@@ -132,6 +132,9 @@ func (s *Server) refuse(peer net.Conn, why error) {
 // carry passes both sides of the protocol on until either end ends. An error says that
 // the client does what no agent does.
 func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) error {
+	if who.account == "" {
+		who.account = core.Account(u.from.String())
+	}
 	connect, leave, err := s.gate.enter(who)
 	if err != nil {
 		return err

@@ -12,31 +12,32 @@ import (
 	"github.com/nats-io/nkeys"
 )
 
-// welcome is the server's half. It returns what the client may do.
-func (g *gate) welcome(c io.ReadWriter, s tls.ConnectionState) (right, error) {
+// welcome is the server's half. It returns what the client may do, and the nkey that it has proved; "" if it has
+// proved none.
+func (g *gate) welcome(c io.ReadWriter, s tls.ConnectionState) (r right, key string, err error) {
 	bound, err := binding(s)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
 	if _, err := fmt.Fprintf(c, "kvconn %s %s\n", knows(g.secrets.token, "server", rightAsk, bound), knows(g.secrets.join, "server", rightJoin, bound)); err != nil {
-		return "", err
+		return "", "", err
 	}
 	line, err := readLine(c)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
 	words := strings.Split(line, " ")
 	if len(words) != 4 || words[0] != string(rightAsk) && words[0] != string(rightJoin) {
 		_, _ = io.WriteString(c, "no it answers the greeting as no kvconn agent does\n")
-		return "", fmt.Errorf("it answers the greeting with %.60q", line)
+		return "", "", fmt.Errorf("it answers the greeting with %.60q", line)
 	}
-	r := right(words[0])
-	if err := g.admits(r, words[1], words[2], words[3], bound); err != nil {
+	r = right(words[0])
+	if key, err = g.admits(r, words[1], words[2], words[3], bound); err != nil {
 		_, _ = fmt.Fprintf(c, "no %v\n", err)
-		return "", err
+		return "", "", err
 	}
 	_, err = io.WriteString(c, "ok\n")
-	return r, err
+	return r, key, err
 }
 
 var (
@@ -44,21 +45,23 @@ var (
 	errNoJoin  = errors.New("a rank that joins from another host or user proves join_token: set it to the same secret on all ranks of this prefill engine, and on no decode engine")
 )
 
-// admits says why a client does not get a right.
-func (g *gate) admits(r right, method, public, proof string, bound []byte) error {
+// admits says why a client does not get a right, or which nkey it has proved for it.
+func (g *gate) admits(r right, method, public, proof string, bound []byte) (key string, err error) {
 	if r == rightJoin {
 		if g.local != "" && method == methodLocal && proved(g.local, "client", r, bound, proof) ||
 			method == methodToken && proved(g.secrets.join, "client", r, bound, proof) ||
 			!g.closed() && g.secrets.join == "" {
-			return nil
+			return "", nil
 		}
-		return errNoJoin
+		return "", errNoJoin
 	}
-	if !g.closed() || method == methodToken && proved(g.secrets.token, "client", r, bound, proof) ||
-		method == methodNKey && g.signed(r, public, proof, bound) {
-		return nil
+	switch {
+	case method == methodNKey && g.signed(r, public, proof, bound):
+		return public, nil
+	case !g.closed(), method == methodToken && proved(g.secrets.token, "client", r, bound, proof):
+		return "", nil
 	}
-	return errNoProof
+	return "", errNoProof
 }
 
 // closed says whether some clients are not let in.

@@ -207,19 +207,14 @@ func (h *halves) tell(e core.Event) (answer core.Action) {
 	return h.step(h.clock.Now(), e)
 }
 
-// finished tells what a peer says of transfers' ends.
-func (h *halves) finished(from core.AgentID, list []wire.Finish) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.machine == nil {
-		return
-	}
-	now := h.clock.Now()
+// finished tells what a peer says of transfers' ends. It gives the lock back between them: each may be of a share of a transfer that
+// nobody has heard of.
+func (h *halves) finished(from core.AgentID, account core.Account, list []wire.Finish) {
 	for _, f := range list {
 		if id := core.TransferID(f.TransferID); f.Restart != "" {
-			h.step(now, core.RestartMessage{From: from, ID: id, Digest: f.Restart})
+			h.tell(core.RestartMessage{From: from, ID: id, Digest: f.Restart})
 		} else {
-			h.step(now, core.FinishMessage{From: from, ID: id, Code: core.Code(f.Code), Reason: f.Reason})
+			h.tell(core.FinishMessage{From: from, Account: account, ID: id, Code: core.Code(f.Code), Reason: f.Reason})
 		}
 	}
 }

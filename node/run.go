@@ -93,6 +93,8 @@ func (p *performer) perform(act core.Action) {
 		} else {
 			p.peers.suspect(v.Peer)
 		}
+	case core.Yield:
+		p.halves.tell(core.Resume{})
 	case core.Await:
 		p.transports.devices.Await(v.Moment, func(err error) { p.awaited(v.Moment, err) })
 	default:

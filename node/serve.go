@@ -57,7 +57,7 @@ func (s *server) forPeer(text, peer string) string {
 }
 
 func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
-	from := core.AgentID(req.From)
+	from, account := core.AgentID(req.From), core.Account(req.Account)
 	if from == "" { // to the machine an empty id is no peer, as in a load that looks for its P
 		return refuse("request without the id of its sender")
 	}
@@ -65,16 +65,14 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 	case wire.KindHello:
 		return s.hello(via, from, req.Hello)
 	case wire.KindLoad:
-		return s.load(from, req.Load)
+		return s.load(from, account, req.Load)
 	case wire.KindRenew:
-		return s.renew(from, req.Renew)
+		return s.renew(from, account, req.Renew)
 	case wire.KindFinish:
 		if s.peers.get(from) == nil {
 			return sayHello() // nothing of it is under way here
 		}
-		for part := range slices.Chunk(req.Finishes, core.MaxLocked) {
-			s.halves.finished(from, part)
-		}
+		s.halves.finished(from, account, req.Finishes)
 		return &wire.Reply{}
 	case wire.KindJoin:
 		return s.join(from, req.Join)
@@ -129,7 +127,7 @@ func (s *server) later(why error) *wire.Reply {
 	return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: fmt.Sprintf("prefill engine %q: %v", s.cfg.EngineID, why)}
 }
 
-func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
+func (s *server) load(from core.AgentID, account core.Account, l *wire.Load) *wire.Reply {
 	_, t := s.caches()
 	p := s.peers.get(from)
 	if p == nil || p.out == nil || t == nil {
@@ -141,7 +139,7 @@ func (s *server) load(from core.AgentID, l *wire.Load) *wire.Reply {
 	if len(l.Regions) == 0 {
 		l.Regions = nil // all
 	}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Grant: mark(l.Transport, l.Grant), Selection: core.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out.match}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Account: account, Grant: mark(l.Transport, l.Grant), Selection: core.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out.match}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)
@@ -166,7 +164,7 @@ func (s *server) renewed(r core.RenewMessage) []core.Answer {
 	return answer.Answers
 }
 
-func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
+func (s *server) renew(from core.AgentID, account core.Account, r *wire.Renew) *wire.Reply {
 	rep := &wire.Reply{Statuses: make([]uint8, 0, len(r.Loads)+len(r.Claims))}
 	// Only a peer that has said hello has transfers here. Other peers learn that this agent
 	// lives.
@@ -176,7 +174,7 @@ func (s *server) renew(from core.AgentID, r *wire.Renew) *wire.Reply {
 			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Loads: transferIDs(part)})))
 		}
 		for part := range slices.Chunk(r.Claims, core.MaxLocked) {
-			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Claims: transferIDs(part)})))
+			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Account: account, Claims: transferIDs(part)})))
 		}
 	}
 	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {

@@ -31,6 +31,7 @@ const (
 type Request struct {
 	Kind     Kind     `msg:"k"`
 	From     string   `msg:"-"` // AgentID of the sender, as its connection has proved it: no message says it
+	Account  string   `msg:"-"` // whom the sender's places count under, see core.Account: no message says it
 	Hello    *Agent   `msg:"h,omitempty"`
 	Load     *Load    `msg:"l,omitempty"`
 	Renew    *Renew   `msg:"r,omitempty"`

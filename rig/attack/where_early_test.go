@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -59,8 +60,8 @@ func sharedClaims() *wire.Request {
 }
 
 // TestPlacesOfEarlyLoads: a decode engine claims transfers that prefill's engine never names, and does so again and again. One
-// message took all places of claims and loads that come before prefill's engine names theirs, and honest ones were refused. Now who
-// has most gives way.
+// message took all places of claims and loads that come before prefill's engine names theirs, and honest ones were refused. Now the
+// account that has the most gives way, and in it the engine.
 func TestPlacesOfEarlyLoads(t *testing.T) {
 	everywhere(t, func(s *scene) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
@@ -86,6 +87,54 @@ func TestPlacesOfEarlyLoads(t *testing.T) {
 		wg.Wait()
 		got(s, "99 of 99 honest early loads refused for 30 s, by one message (at 1a5364a)", "%d places taken, and again; %s",
 			taken, h.went(s))
+	})
+}
+
+// claimOf claims one transfer that nobody has named.
+func claimOf(id string) *wire.Request {
+	return &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{Claims: []string{id}}}
+}
+
+// TestPlacesOfManyIdentities: identities cost nothing, so an attacker makes as many as there are places for early claims, and claims one
+// transfer by each. All had as many as an honest decode engine would have, and honest loads were refused. Now they share what their
+// address gets at a port, or their nkey in a cluster.
+func TestPlacesOfManyIdentities(t *testing.T) {
+	atBoth(t, func(s *scene) {
+		identities := 300
+		if s.cluster {
+			identities = 64 // each is an agent with all that it has
+		}
+		p, d := s.start("prefill", map[string]any{"max_transfers": identities}), s.start("decode", nil)
+		before(s, p, d)
+		if s.cluster {
+			for i := range identities {
+				r, _ := s.met(p)
+				s.answer(r, p, claimOf(fmt.Sprint("taken", i)))
+			}
+		} else {
+			var n atomic.Int64
+			crowd(identities, func(a *attacker) {
+				c, err := a.enter(p.boot, "ask", s.token)
+				if err == nil {
+					_, err = c.ask(p.id, c.id, aHello())
+				}
+				if err == nil {
+					_, err = c.ask(p.id, c.id, claimOf(fmt.Sprint("taken", n.Add(1))))
+				}
+				if err != nil {
+					s.Error(err)
+				}
+			}, s.T)
+		}
+		taken := p.say("stats").Stats.OffersEarly
+		if taken < identities {
+			s.Errorf("%d places are taken: the attack itself has failed", taken)
+		}
+		h := &honest{}
+		for i := range 7 {
+			h.early(s, p, d, fmt.Sprint("beside", i))
+		}
+		got(s, "7 of 7 honest early loads refused (at 1ada3a7)", "%d of %d places taken by %d identities; %s", taken, identities, identities, h.went(s))
 	})
 }
 

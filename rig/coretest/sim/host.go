@@ -102,7 +102,7 @@ func (h *host) open() *agent {
 	if w.plan.devices {
 		report += fmt.Sprintf(" moment=%v", o.MomentTimeout)
 	}
-	a.told(nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d%s", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers, report)
+	a.told(nil, "open%s lease=%v timeout=%v early=%v claim=%v max=%d at-once=%d%s", h.said(), o.Lease, o.PeerTimeout, o.EarlyLoad, o.Claim, o.MaxTransfers, o.Ends, report)
 	return a
 }
 
@@ -134,8 +134,10 @@ func (a *agent) tell(e core.Event, taken func(answer core.Action), format string
 			a.told(nil, format, args...)
 		}
 	}()
+	ended := a.watchEnds(e)
 	actions := a.m.Step(a.time(), e)
 	returned = true
+	ended(actions)
 	a.told(actions, format, args...)
 	answer, rest := core.Split(actions)
 	if taken != nil {

@@ -61,7 +61,7 @@ func (h *hostile) hoard() {
 
 // keep renews a claim until P has ended the transfer.
 func (h *hostile) keep(a *agent, id core.TransferID) {
-	answer := a.tell(core.RenewMessage{From: h.id, Claims: []core.TransferID{id}}, nil, "renew peer=%s claims=[%s]", h.id, id)
+	answer := a.tell(core.RenewMessage{From: h.id, Account: core.Account(h.id), Claims: []core.TransferID{id}}, nil, "renew peer=%s claims=[%s]", h.id, id)
 	if answer.(core.AnswerRenew).Answers[0].Status == core.StatusOffered {
 		a.after(h.w.plan.opt.Lease/3, func() { h.keep(a, id) })
 	}
@@ -134,7 +134,7 @@ func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
 	switch h.w.hostility.IntN(4) {
 	case 0:
 		code := []core.Code{core.OK, core.Cancelled, core.Failed}[h.w.hostility.IntN(3)]
-		a.event(core.FinishMessage{From: from, ID: x.id, Code: code, Reason: "evil"},
+		a.event(core.FinishMessage{From: from, Account: core.Account(from), ID: x.id, Code: code, Reason: "evil"},
 			"finish %s peer=%s code=%v why=[evil]", x.id, from, code)
 	case 1:
 		a.event(core.RestartMessage{From: from, ID: x.id, Digest: "evil"}, "restart %s peer=%s digest=evil", x.id, from)
@@ -143,7 +143,7 @@ func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
 		if !a.host.prefill {
 			claims = nil // package node answers for those of agents only that have said hello to a prefill engine
 		}
-		answer := a.tell(core.RenewMessage{From: from, Loads: loads, Claims: claims}, nil, "renew peer=%s%s%s", from, optional("ids", list(loads)), optional("claims", list(claims)))
+		answer := a.tell(core.RenewMessage{From: from, Account: core.Account(from), Loads: loads, Claims: claims}, nil, "renew peer=%s%s%s", from, optional("ids", list(loads)), optional("claims", list(claims)))
 		for _, ans := range answer.(core.AnswerRenew).Answers {
 			if x.side == core.SideOffer && ans.Status != core.StatusUnknown {
 				w.fault(x.id, "%s: %s is told that %q, which is kept for %s, is %s", a.id, h.id, x.id, x.peer, statusNames[ans.Status])
@@ -154,7 +154,7 @@ func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
 			return
 		}
 		block := []core.BlockID{0}
-		a.tell(core.LoadMessage{ID: x.id, Peer: from, Grant: []byte("evil"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{block}}, Lease: w.plan.opt.Lease}, func(answer core.Action) {
+		a.tell(core.LoadMessage{ID: x.id, Peer: from, Account: core.Account(from), Grant: []byte("evil"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{block}}, Lease: w.plan.opt.Lease}, func(answer core.Action) {
 			if answer.(core.AnswerLoad).Code == core.OK {
 				w.fault(x.id, "%s: %s may load %q, which is kept for %s", a.id, h.id, x.id, x.peer)
 			}
@@ -163,21 +163,34 @@ func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
 }
 
 // crowd claims transfers that nobody knows, more than there is room for, and tells of the
-// ends of others.
+// ends of others: under one name, or each under a name of its own.
 func (h *hostile) crowd(a *agent) {
 	w := h.w
 	w.faults["hostile-crowd"]++
-	claims := make([]core.TransferID, 2*w.plan.opt.MaxTransfers)
-	for i := range claims {
+	alone := w.hostility.IntN(2) == 0
+	all := make([]core.TransferID, 3*w.plan.opt.MaxTransfers)
+	for i := range all {
 		h.named++
-		claims[i] = core.TransferID(fmt.Sprint("evil", h.named))
+		all[i] = core.TransferID(fmt.Sprint("evil", h.named))
 	}
-	a.tell(core.RenewMessage{From: h.id, Claims: claims}, nil, "renew peer=%s claims=[%s]", h.id, list(claims))
-	for range w.plan.opt.MaxTransfers {
-		h.named++
-		id := core.TransferID(fmt.Sprint("evil", h.named))
-		a.event(core.FinishMessage{From: h.id, ID: id, Code: core.Failed, Reason: "evil"},
-			"finish %s peer=%s code=%v why=[evil]", id, h.id, core.Failed)
+	claims, ends := all[w.plan.opt.MaxTransfers:], all[:w.plan.opt.MaxTransfers]
+	name := func(id core.TransferID) core.AgentID {
+		if alone {
+			return h.id
+		}
+		return core.AgentID(id)
+	}
+	per := 1
+	if alone {
+		per = len(claims)
+	}
+	for some := range slices.Chunk(claims, per) {
+		from := name(some[0])
+		a.tell(core.RenewMessage{From: from, Account: core.Account(h.id), Claims: some}, nil, "renew peer=%s account=%s claims=[%s]", from, h.id, list(some))
+	}
+	for _, id := range ends {
+		a.event(core.FinishMessage{From: name(id), Account: core.Account(h.id), ID: id, Code: core.Failed, Reason: "evil"},
+			"finish %s peer=%s account=%s code=%v why=[evil]", id, name(id), h.id, core.Failed)
 	}
 }
 

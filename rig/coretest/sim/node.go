@@ -26,6 +26,7 @@ type node struct {
 	probing    map[core.AgentID]bool          // it is being asked whether it lives
 	asked      map[core.TransferID]uint64     // seq of the newest load
 	anew       map[string]bool                // P's words upon which a load began anew
+	loaded     map[core.TransferID]bool       // of which a load has come
 	heard      map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
 }
 
@@ -52,6 +53,7 @@ func (n *node) init() {
 	n.probing = map[core.AgentID]bool{}
 	n.asked = map[core.TransferID]uint64{}
 	n.anew = map[string]bool{}
+	n.loaded = map[core.TransferID]bool{}
 }
 
 func (a *agent) perform(act core.Action) {
@@ -94,6 +96,8 @@ func (a *agent) perform(act core.Action) {
 		a.await(v)
 	case core.StopWrite:
 		a.stopWrite(v.ID)
+	case core.Yield:
+		a.event(core.Resume{}, "resume")
 	default:
 		a.w.fault("", "%s: unknown action %T", a.id, act)
 	}
@@ -237,7 +241,7 @@ func (a *agent) loadArrived(from core.AgentID, v core.SendLoad) (answer core.Loa
 		return core.LoadSayHello, core.OK, "say hello first"
 	}
 	a.heard[from] = a.now()
-	lm := core.LoadMessage{ID: v.ID, Peer: from, Grant: v.Grant, Selection: v.Selection, Prompt: v.Prompt, Lease: v.Lease,
+	lm := core.LoadMessage{ID: v.ID, Peer: from, Account: core.Account(from), Grant: v.Grant, Selection: v.Selection, Prompt: v.Prompt, Lease: v.Lease,
 		Match: a.w.match(a.host, a.w.byID[from].host)}
 	got := a.tell(lm, nil, "loaded %s peer=%s grant=%s%s first=[%s]%s%s%s%s lease=%v", v.ID, from, v.Grant, a.w.byID[from].host.said(), list(v.First), groups(v.Blocks),
 		optional("tokens", list(v.Tokens)), optional("of", list(v.Regions)), prompt(v.Prompt), v.Lease)
@@ -311,7 +315,7 @@ func (a *agent) renewArrived(from core.AgentID, v core.SendRenew) []core.Answer 
 		claims = nil // its load will say hello first
 	}
 	a.heard[from] = a.now()
-	got := a.tell(core.RenewMessage{From: from, Loads: v.Loads, Claims: claims}, nil, "renew peer=%s%s%s", from, optional("ids", list(v.Loads)), optional("claims", list(claims)))
+	got := a.tell(core.RenewMessage{From: from, Account: core.Account(from), Loads: v.Loads, Claims: claims}, nil, "renew peer=%s%s%s", from, optional("ids", list(v.Loads)), optional("claims", list(claims)))
 	out := got.(core.AnswerRenew).Answers
 	for len(out) < len(v.Loads)+len(v.Claims) {
 		out = append(out, core.Answer{Status: core.StatusUnknown})
@@ -367,7 +371,7 @@ func (a *agent) postNext(to core.AgentID) {
 					"restart %s peer=%s digest=%s", v.ID, a.id, v.Digest)
 				done()
 			case core.SendFinish:
-				p.event(core.FinishMessage{From: a.id, ID: v.ID, Code: v.Code, Reason: v.Reason},
+				p.event(core.FinishMessage{From: a.id, Account: core.Account(a.id), ID: v.ID, Code: v.Code, Reason: v.Reason},
 					"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
 				if v.Code != core.OK && p.claims[v.ID] == a.id {
 					p.given[v.ID] = true

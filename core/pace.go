@@ -1,0 +1,36 @@
+package core
+
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// What a peer says, or the time, may bring thousands of offers to their ends. A step ends Options.Ends of them, or the shares of one
+// transfer more. Then it wants to Yield, and is told Resume, so that its user can let the engine's calls in between.
+
+// enough says whether this step has ended as many offers as it may.
+func (m *Machine) enough() bool {
+	return m.ends >= fault.Pick("ends-in-one-step", m.opt.Ends, 1<<30)
+}
+
+// yield has the user tell Resume.
+func (m *Machine) yield() {
+	if !m.yielded {
+		m.yielded = true
+		m.act(Yield{})
+	}
+}
+
+// stepResume goes on with what earlier steps have left. To the halves it is what brought that about.
+func (m *Machine) stepResume(now time.Time) {
+	m.yielded = false
+	for _, rest := range []struct {
+		of string
+		do func(time.Time)
+	}{{"LoadMessage", m.trimEarly}, {"Tick", m.tickOffers}, {"ProbeReplied", m.endGone}} {
+		undo := m.because(rest.of)
+		rest.do(now)
+		undo()
+	}
+}

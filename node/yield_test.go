@@ -1,0 +1,39 @@
+package node
+
+import (
+	"fmt"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// TestYield: what a step leaves over to let others have the lock is done in the next, at once and without a tick.
+func TestYield(t *testing.T) {
+	const places, shares = 8, 4
+	a, _ := deafAgent(t)
+	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
+	t.Cleanup(func() { a.cancel(); a.wg.Wait() })
+	a.halves.mu.Lock()
+	a.halves.machine = core.New(a.halves.machine.Layout(), core.Options{MaxTransfers: places, Ends: 1, EarlyLoad: time.Hour})
+	a.halves.mu.Unlock()
+	for i := range places {
+		a.halves.tell(core.RenewMessage{From: "d", Account: "many", Claims: []core.TransferID{core.TransferID(fmt.Sprint("claim", i))}})
+	}
+	claim := core.RenewMessage{From: "e", Account: "few", Claims: []core.TransferID{core.Share{Of: shares}.Part("shares")}}
+	if answer := a.halves.tell(claim).(core.AnswerRenew).Answers[0]; answer.Status != core.StatusEarly {
+		t.Fatalf("%+v", answer)
+	}
+	for deadline := time.Now().Add(time.Minute); ; runtime.Gosched() { // it only ends a hang
+		a.halves.mu.Lock()
+		n := a.halves.machine.Sizes().Early
+		a.halves.mu.Unlock()
+		if n == places {
+			return
+		}
+		if n < places || time.Now().After(deadline) {
+			t.Fatalf("%d places are taken, want %d", n, places)
+		}
+	}
+}
