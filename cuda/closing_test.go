@@ -213,17 +213,18 @@ func TestCloseBesideACall(t *testing.T) {
 	}
 }
 
-// TestCloseWhenNothingIsTakenBack: nothing is under way, and the driver does not take back what the device has. Close ends in its time and
+// TestCloseWhenNothingIsTakenBack: nothing is under way, and the driver does not take back what the device has. When its time is over, Close
 // says so, and so does a second one.
 func TestCloseWhenNothingIsTakenBack(t *testing.T) {
 	for _, function := range []string{"cuMemFreeHost", "cuModuleUnload"} {
 		t.Run(function, func(t *testing.T) {
 			e := engine.New(t, 0)
 			pinned, modules := e.Count("pinned"), e.Count("modules")
-			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: time.Hour})
 			if err != nil {
 				t.Fatal(err)
 			}
+			d.hasty = make(chan struct{})
 			memory(t, e, d, grain)
 			if err := d.Prepare(); err != nil {
 				t.Fatal(err)
@@ -237,6 +238,7 @@ func TestCloseWhenNothingIsTakenBack(t *testing.T) {
 				runtime.Gosched()
 			}
 			go func() { second <- d.Close() }()
+			close(d.hasty)
 			for _, closed := range []chan error{first, second} {
 				if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "the driver has not taken back") {
 					t.Errorf("the close: %v", err)

@@ -70,8 +70,9 @@ type Device struct {
 	stuck   chan struct{}         // closed when the failure is that copies do not end: they may yet land
 	stalled sync.Once
 	closing sync.Once
-	until   time.Time   // of Close, once it is closing
-	hurry   *time.Timer // see Closing
+	until   time.Time     // of Close, once it is closing
+	hurry   *time.Timer   // see Closing
+	hasty   chan struct{} // tests only: closed when Close is to wait for the driver no longer
 
 	closes   sync.Once
 	closeErr error // of Close, once that has ended

@@ -34,6 +34,7 @@ type transports struct {
 	suspect func(core.AgentID)
 
 	firstWait time.Duration
+	further   time.Duration // see Close
 
 	list    []core.Transport
 	lacks   []wire.Lack      // transports that are not available here
@@ -65,7 +66,7 @@ type carrier struct {
 // newTransports' machine takes the outcomes; suspect is told of each peer to which
 // no way is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
-	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, taking: new(sync.Mutex),
+	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, further: further, taking: new(sync.Mutex),
 		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, spoiled: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 

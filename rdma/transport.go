@@ -126,7 +126,10 @@ func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.P
 }
 
 // Revoke implements core.Transport.
-func (t *Transport) Revoke(id core.TransferID) { t.receiver.revoke(id) }
+func (t *Transport) Revoke(id core.TransferID) error {
+	t.receiver.revoke(id)
+	return nil
+}
 
 // Write implements core.Transport.
 func (t *Transport) Write(op core.WriteOp) { t.sender.write(op) }
