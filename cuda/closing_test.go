@@ -290,3 +290,40 @@ func TestCloseBesideAMoment(t *testing.T) {
 		})
 	}
 }
+
+// TestFlushOfAStuckDevice: a device does not end a copy. What a card has written is flushed all the same. If the driver does not answer that
+// either, the flush has a bound. Close waits for a flush that has begun, and refuses one that comes later.
+func TestFlushOfAStuckDevice(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.info.WritesOrdered, d.info.FlushOnHost = false, true
+	if err := d.Prepare(); err != nil {
+		t.Fatal(err)
+	}
+	d.stall(errors.New("a test"))
+	before := e.Count("cuFlushGPUDirectRDMAWrites")
+	if err := d.Flush(); err != nil || e.Count("cuFlushGPUDirectRDMAWrites") == before {
+		t.Errorf("a flush: %v, and %d have come", err, e.Count("cuFlushGPUDirectRDMAWrites")-before)
+	}
+	unblock := sync.OnceFunc(e.Unblock)
+	t.Cleanup(unblock)
+	e.Block("cuFlushGPUDirectRDMAWrites")
+	flushed := make(chan error, 1)
+	go func() { flushed <- d.Flush() }()
+	if err := answer(t, flushed); !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "has not ended a flush") {
+		t.Errorf("a flush that the driver does not answer: %v", err)
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "a call of the driver has not returned") {
+		t.Errorf("the close beside a flush: %v", err)
+	}
+	if err := d.Flush(); err == nil {
+		t.Error("a flush begins after Close")
+	}
+	unblock()
+	d.settled(t)
+}
