@@ -277,7 +277,7 @@ func (t *Transport) Close() error {
 		return nil
 	}
 	t.finished = true
-	t.receiver.close() // first: the sender may wait for its outcomes, and nothing may land meanwhile
+	lands := t.receiver.close() // first: the sender may wait for its outcomes, and nothing may land meanwhile
 	t.sender.close()
 	t.cancel()
 	t.mu.Lock()
@@ -286,7 +286,7 @@ func (t *Transport) Close() error {
 	t.wg.Wait()
 	err := t.closeDevices() // ends the goroutines that wait for events
 	t.ears.Wait()
-	return err
+	return errors.Join(lands, err)
 }
 
 // shorten bounds a text for the wire.
