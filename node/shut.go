@@ -16,10 +16,6 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// further is how long Close waits for what has not ended in close_timeout_s: a transport for a peer or for the kernel, and
-// goroutines for the end of what they do.
-const further = 5 * time.Second
-
 // shut is what transports have come to when they are closed.
 type shut struct {
 	quiet bool // all have closed, and each has said that nothing is copied: no byte moves any more

@@ -147,6 +147,10 @@ func (t *transports) Dismiss(peer core.AgentID) {
 // while there is another.
 const firstWait = 2 * time.Second
 
+// further is how long Close waits for what has not ended in close_timeout_s: a transport for a peer or for the kernel, and
+// goroutines for the end of what they do.
+const further = 5 * time.Second
+
 // errPending: a transfer does not wait until a transport is set up.
 var errPending = errors.New("its setup with that peer has not ended")
 
