@@ -96,7 +96,8 @@ func statusOf(err error) C.int32_t {
 		return C.KVCONN_ERR_OVERLOAD
 	case errors.Is(err, core.ErrUnreachable), errors.Is(err, core.ErrNotRegistered), errors.As(err, &op):
 		return C.KVCONN_ERR_ADDRESS
-	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport), errors.Is(err, node.ErrStillRead), errors.Is(err, devices.ErrDevice):
+	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport), errors.Is(err, node.ErrStillRead), errors.Is(err, devices.ErrDevice),
+		errors.Is(err, core.ErrMayLand):
 		return C.KVCONN_ERR_SYSTEM
 	}
 	return C.KVCONN_ERR_INTERNAL

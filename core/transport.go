@@ -3,6 +3,9 @@ package core
 import (
 	"context"
 	"errors"
+	"fmt"
+	"maps"
+	"slices"
 	"time"
 )
 
@@ -33,6 +36,22 @@ var ErrElsewhere = errors.New("it is on another host")
 // ErrMemory is wrapped by an error of Expect if the agent's own memory cannot be used, so that
 // no other P would help.
 var ErrMemory = errors.New("device memory cannot be used")
+
+// ErrMayLand is wrapped by an error of Revoke, and of Close, if bytes may yet land in registered memory: what copies them, a
+// device or the kernel, does not answer.
+var ErrMayLand = errors.New("memory may still be written, until the process ends")
+
+// mostNamed bounds the regions that an error names.
+const mostNamed = 8
+
+// MayLandIn is the error of a Close for regions to which copies have not ended, by their names.
+func MayLandIn(regions map[string]bool) error {
+	names, more := slices.Sorted(maps.Keys(regions)), ""
+	if n := len(names) - mostNamed; n > 0 {
+		names, more = names[:mostNamed], fmt.Sprintf(" and %d more", n)
+	}
+	return fmt.Errorf("copies to region %q%s have not ended: %w", names, more, ErrMayLand)
+}
 
 func transportCode(err error) Code {
 	switch {
@@ -93,13 +112,16 @@ type Transport interface {
 	// Sink.Received, unless Revoke comes first.
 	Expect(id TransferID, peer AgentID, dst []Segment) (grant []byte, err error)
 
-	// Revoke disarms a transfer of Expect. When it has returned, no byte of the transfer can
+	// Revoke disarms a transfer of Expect. When it has returned nil, no byte of the transfer can
 	// land any more and Sink.Received will not be called for it, also when the peer is
 	// stopped in the middle of a write. An unknown id is no error. Revoke waits for a copy
 	// that is under way, and for a Received that is being told. A Signaller also waits for
 	// the peer's word, two seconds at most, and cuts the peer off if none comes. So Revoke
 	// is not called under a lock that the Sink takes, nor where others wait behind it.
-	Revoke(id TransferID)
+	// If a device or the kernel does not end a copy, Revoke waits until Close gives it up. Its
+	// error wraps ErrMayLand then, and nobody may report an end of the transfer: its blocks
+	// would be used again.
+	Revoke(id TransferID) error
 
 	// Write starts to send to a peer that was admitted; the outcome is one
 	// Sink.Written. The source bytes must stay unchanged until then.
@@ -118,8 +140,9 @@ type Transport interface {
 	Stop(id TransferID)
 
 	// Close ends all transfers, tells the outcome of each write, and waits, at
-	// most a few seconds, until no byte can move. No Sink method is called after
-	// it returns.
+	// most a few seconds, until no byte can move. If bytes may land all the same,
+	// its error wraps ErrMayLand and names the regions, or the peers whose bytes
+	// they are. No Sink method is called after it returns.
 	Close() error
 }
 

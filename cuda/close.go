@@ -41,7 +41,7 @@ func (d *Device) busy() (n int) {
 // driver may still use it. A second call waits for the first one and returns what that did.
 func (d *Device) Close() error {
 	d.Closing()
-	d.closes.Do(func() { d.closeErr = d.close() })
+	d.closes.Do(func() { _, d.closeErr = safe.Try("cuda close", d.close) })
 	return d.closeErr
 }
 
@@ -79,15 +79,19 @@ func (d *Device) close() error {
 		return fmt.Errorf("closing CUDA device %d: nobody knows whether %d copies have ended; what they may use stays", d.info.Ordinal, n)
 	}
 	given := make(chan error, 1)
-	safe.Go("cuda close", func() { given <- d.giveBack() })
+	safe.Go("cuda close", func() {
+		_, err := safe.Try("cuda close", d.giveBack)
+		given <- err
+	})
 	late := d.lastWait()
 	defer late.Stop()
 	select {
 	case err := <-given:
 		return err
 	case <-late.C:
-		return fmt.Errorf("closing CUDA device %d: after %s the driver has not taken back what the device has", d.info.Ordinal, d.o.CloseTimeout)
+	case <-d.hasty:
 	}
+	return fmt.Errorf("closing CUDA device %d: after %s the driver has not taken back what the device has", d.info.Ordinal, d.o.CloseTimeout)
 }
 
 // lastWait ends a wait of Close. The transports may have used all the time, though nothing is under way on the device.

@@ -213,17 +213,18 @@ func TestCloseBesideACall(t *testing.T) {
 	}
 }
 
-// TestCloseWhenNothingIsTakenBack: nothing is under way, and the driver does not take back what the device has. Close ends in its time and
+// TestCloseWhenNothingIsTakenBack: nothing is under way, and the driver does not take back what the device has. When its time is over, Close
 // says so, and so does a second one.
 func TestCloseWhenNothingIsTakenBack(t *testing.T) {
 	for _, function := range []string{"cuMemFreeHost", "cuModuleUnload"} {
 		t.Run(function, func(t *testing.T) {
 			e := engine.New(t, 0)
 			pinned, modules := e.Count("pinned"), e.Count("modules")
-			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+			d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: time.Hour})
 			if err != nil {
 				t.Fatal(err)
 			}
+			d.hasty = make(chan struct{})
 			memory(t, e, d, grain)
 			if err := d.Prepare(); err != nil {
 				t.Fatal(err)
@@ -237,6 +238,7 @@ func TestCloseWhenNothingIsTakenBack(t *testing.T) {
 				runtime.Gosched()
 			}
 			go func() { second <- d.Close() }()
+			close(d.hasty)
 			for _, closed := range []chan error{first, second} {
 				if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "the driver has not taken back") {
 					t.Errorf("the close: %v", err)
@@ -287,4 +289,41 @@ func TestCloseBesideAMoment(t *testing.T) {
 			leave()
 		})
 	}
+}
+
+// TestFlushOfAStuckDevice: a device does not end a copy. What a card has written is flushed all the same. If the driver does not answer that
+// either, the flush has a bound. Close waits for a flush that has begun, and refuses one that comes later.
+func TestFlushOfAStuckDevice(t *testing.T) {
+	e := engine.New(t, 0)
+	d, err := Open(0, Options{RingBytes: 16 * 4096, SlotBytes: 4096, StallTimeout: time.Hour, CloseTimeout: 200 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.info.WritesOrdered, d.info.FlushOnHost = false, true
+	if err := d.Prepare(); err != nil {
+		t.Fatal(err)
+	}
+	d.stall(errors.New("a test"))
+	before := e.Count("cuFlushGPUDirectRDMAWrites")
+	if err := d.Flush(); err != nil || e.Count("cuFlushGPUDirectRDMAWrites") == before {
+		t.Errorf("a flush: %v, and %d have come", err, e.Count("cuFlushGPUDirectRDMAWrites")-before)
+	}
+	unblock := sync.OnceFunc(e.Unblock)
+	t.Cleanup(unblock)
+	e.Block("cuFlushGPUDirectRDMAWrites")
+	flushed := make(chan error, 1)
+	go func() { flushed <- d.Flush() }()
+	if err := answer(t, flushed); !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "has not ended a flush") {
+		t.Errorf("a flush that the driver does not answer: %v", err)
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	if err := answer(t, closed); err == nil || !strings.Contains(err.Error(), "a call of the driver has not returned") {
+		t.Errorf("the close beside a flush: %v", err)
+	}
+	if err := d.Flush(); err == nil {
+		t.Error("a flush begins after Close")
+	}
+	unblock()
+	d.settled(t)
 }

@@ -70,8 +70,9 @@ type Device struct {
 	stuck   chan struct{}         // closed when the failure is that copies do not end: they may yet land
 	stalled sync.Once
 	closing sync.Once
-	until   time.Time   // of Close, once it is closing
-	hurry   *time.Timer // see Closing
+	until   time.Time     // of Close, once it is closing
+	hurry   *time.Timer   // see Closing
+	hasty   chan struct{} // tests only: closed when Close is to wait for the driver no longer
 
 	closes   sync.Once
 	closeErr error // of Close, once that has ended
@@ -153,11 +154,17 @@ func (d *Device) over() error {
 	return nil
 }
 
-// enter begins a short call of the driver, which leave ends. A call that the driver does not answer holds up no other.
-func (d *Device) enter() bool {
+// enter begins a short call of the driver, which leave ends. A call that the driver does not answer holds up no other. Close waits for
+// a call that has begun, and none begins when it does.
+func (d *Device) enter() bool { return d.enters(false) }
+
+// enterStuck is enter for a call that is of use also while the device does not end a copy.
+func (d *Device) enterStuck() bool { return d.enters(true) }
+
+func (d *Device) enters(stuck bool) bool {
 	d.entered.Lock()
 	defer d.entered.Unlock()
-	if d.over() != nil {
+	if d.closed.Load() || d.Err() != nil && !(stuck && d.isStuck()) {
 		return false
 	}
 	d.calls++

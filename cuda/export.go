@@ -4,8 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/safe"
 )
 
 const noMemory = 2 // CUDA_ERROR_OUT_OF_MEMORY
@@ -52,7 +54,8 @@ func (d *Device) Flushable() error {
 }
 
 // When Flush has returned, all that a card had written to the device's memory before the call is seen
-// by work that is launched later. A device that orders such writes by itself needs nothing.
+// by work that is launched later. A device that orders such writes by itself needs nothing. Flush also works on a device that does
+// not end a copy: a card's bytes may be on their way to blocks that are given back. There it takes at most CloseTimeout.
 func (d *Device) Flush() error {
 	if err := d.Flushable(); err != nil {
 		return err
@@ -60,10 +63,30 @@ func (d *Device) Flush() error {
 	if d.info.WritesOrdered || fault.On("gpu-flush") {
 		return d.Err()
 	}
-	if !d.enter() {
+	if !d.enterStuck() {
 		return d.over()
 	}
-	defer d.leave()
+	if !d.isStuck() {
+		defer d.leave()
+		return d.flush()
+	}
+	done := make(chan error, 1)
+	safe.Go("cuda flush", func() {
+		defer d.leave()
+		_, err := safe.Try("cuda flush", d.flush)
+		done <- err
+	})
+	late := time.NewTimer(d.o.CloseTimeout)
+	defer late.Stop()
+	select {
+	case err := <-done:
+		return err
+	case <-late.C:
+		return fmt.Errorf("CUDA device %d has not ended a flush within %s: %w", d.info.Ordinal, d.o.CloseTimeout, d.Err())
+	}
+}
+
+func (d *Device) flush() error {
 	err := d.drv.Flush()
 	if err != nil {
 		d.suspect(err)

@@ -388,12 +388,13 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
 /*
  * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can land any more, and frees the agent.
  * Completions that are not collected are lost with the handle. The call takes at most close_timeout_s, and ten
- * seconds more if the embedded server does not stop, or if a peer is not heard over RDMA. At its end the event fd
+ * seconds more if the embedded server does not stop, or if a transport does not end. At its end the event fd
  * becomes readable once more and is closed; the handle is stale.
  *
- * If a GPU does not answer, the call cannot promise that no byte lands. The call returns within the same time, with
- * KVCONN_ERR_SYSTEM and the device's number in the reason, and the handle is stale all the same. A transfer may then
- * have no completion. The library and that GPU may still read and write the registered memory, in whatever memory a
+ * If a GPU or the kernel does not answer, the call cannot promise that no byte lands. The call returns within the same
+ * time, with KVCONN_ERR_SYSTEM, and the handle is stale all the same. The reason has the device's number, and the
+ * regions to which copies have not ended, as far as they are known. A transfer whose blocks may be written then has no
+ * completion. The library and that GPU may still read and write the registered memory, in whatever memory a
  * region lies. So none of it must be freed or used again while the process lives. The library keeps its own pinned
  * memory, since the GPU may still use that too.
  */

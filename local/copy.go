@@ -73,7 +73,7 @@ func (r *receiver) work(leave func()) {
 		if r.wasHung(b, err) {
 			return
 		}
-		if errors.Is(err, errMayLand) {
+		if errors.Is(err, core.ErrMayLand) {
 			r.stuck(b, err)
 			continue
 		}
@@ -122,6 +122,7 @@ func (r *receiver) take() *batch {
 		_, mapped := way.(*views)
 		b.looks = mapped && in.source.reaches.process && b.proof != 0
 		in.flying++
+		r.flying++
 		in.source.flying++
 		if way == nil {
 			r.watch(b)
@@ -286,6 +287,7 @@ func (r *receiver) copied(b *batch, n uint64, err error) {
 	r.mu.Lock()
 	r.unwatch(b)
 	in.flying--
+	r.flying--
 	src.flying--
 	in.copied += n
 	if w := wayOf(b.reach); n > 0 {

@@ -239,34 +239,6 @@ func isClosed(c chan struct{}) bool {
 	}
 }
 
-// TestDeviceStuck: D's device ends no copy. Nobody hears of an end of the transfer in whose blocks the copy may land, but P hears
-// that nothing comes of it. Revoke waits until Close, and Close has a bound.
-func TestDeviceStuck(t *testing.T) {
-	p, d := twoGPUs(t, cuda.Options{StallTimeout: 100 * time.Millisecond, CloseTimeout: 20 * time.Second})
-	d.Halt(true)
-	defer d.Halt(false)
-	p.loads("t", d, 2)
-	wants(t, p.sink.Wait("written", "t", 1).Err, "device does not answer")
-	returned := make(chan struct{})
-	go func() {
-		defer close(returned)
-		d.tr.Revoke("t")
-	}()
-	comes(t, "Revoke waits", func() bool { return d.fenced() || isClosed(returned) })
-	if isClosed(returned) {
-		t.Error("Revoke has returned, and a copy may land")
-	}
-	p.tr.Dismiss(d.id) // the link ends all the same
-	d.down("connection lost")
-	if err := d.tr.Close(); err != nil {
-		t.Error(err)
-	}
-	<-returned
-	if all := d.sink.All("received", ""); len(all) > 0 {
-		t.Errorf("an end was told: %+v", all)
-	}
-}
-
 // TestDeviceNeverHad: a device ends no copy. A transfer of which it has none ends all the same: nothing of it can land.
 func TestDeviceNeverHad(t *testing.T) {
 	p := startGPU(t, "p", 0, Config{lookAfter: time.Hour}, cuda.Options{})

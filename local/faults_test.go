@@ -34,6 +34,7 @@ var defects = []faulttest.Defect{
 	{"local-unprobed", "TestFilter"},
 	{"local-unprobed-pidfd", "TestFilter"},
 	{"local-unfenced", "TestFence"},
+	{"local-revoke-unsure", "TestDeviceStuck"},
 	{"local-buried-alive", "TestStoppedInRevoke"},
 	{"local-restless-prefill", "TestIdle"},
 	{"local-restless-decode", "TestIdle"},

@@ -124,10 +124,11 @@ func (r *receiver) wasHung(b *batch, err error) bool {
 		return false
 	}
 	in := b.in
-	if in.hung--; errors.Is(err, errMayLand) {
+	if in.hung--; errors.Is(err, core.ErrMayLand) {
 		in.stuck = true
 	} else {
 		in.flying--
+		r.flying--
 	}
 	less(r.hung, in.source.id)
 	r.bury(in)
@@ -173,7 +174,10 @@ func (r *receiver) after() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for peer := range r.hung {
-		return fmt.Errorf("local: closed, but this process's memory may be written yet: prefill agent %s: %w", peer, errHung)
+		return fmt.Errorf("local: closed, but %w: prefill agent %s: %w", core.ErrMayLand, peer, errHung)
+	}
+	if r.flying > 0 { // no goroutine is left that could end one
+		return fmt.Errorf("local: closed, but %w", core.MayLandIn(r.mayLand))
 	}
 	return nil
 }

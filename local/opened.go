@@ -13,6 +13,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/hostmem"
@@ -134,11 +135,9 @@ func (t *Transport) slot(device int, to cuda.Direction, in *inbound) (*cuda.Slot
 	return slot, nil
 }
 
-// errMayLand ends a copy to blocks that a device has and does not end.
-var errMayLand = errors.New("the copy may land for ever")
-
-// await starts a copy and waits until its event has passed. The device bounds that. A device that has failed so says the same
-// error for copies that it never had, and those that it has read into pinned memory: only Fence knows.
+// await starts a copy and waits until its event has passed. The device bounds that. If the device does not end a copy to blocks, the
+// error wraps core.ErrMayLand. A device that has failed so says the same error for copies that it never had, and those that it has
+// read into pinned memory: only Fence knows.
 func (t *Transport) await(tr *cuda.Transfer, one cuda.Copy) error {
 	ended := make(chan error, 1)
 	one.Done = func(err error) { ended <- err }
@@ -149,7 +148,8 @@ func (t *Transport) await(tr *cuda.Transfer, one cuda.Copy) error {
 	err := <-ended
 	toBlocks := one.Slot == nil || one.Peer == nil
 	if errors.Is(err, cuda.ErrStuck) && (fault.On("local-all-stuck") || toBlocks && tr.Fence() != nil && !fault.On("local-none-stuck")) {
-		return fmt.Errorf("%w: %w", errMayLand, err)
+		t.receiver.mayStill(one.To, one.Runs)
+		return fmt.Errorf("%w: %w", core.ErrMayLand, err)
 	}
 	return err
 }
@@ -257,6 +257,18 @@ func (r *receiver) stuck(b *batch, err error) {
 	r.t.cfg.Logger.Error("the blocks of a transfer may be written for ever", zap.String("transfer_id", string(in.id)), zap.Error(err))
 }
 
+// mayStill notes the regions to which a device does not end a copy: it goes to runs, unless there are runs to which it goes.
+func (r *receiver) mayStill(to, runs []cuda.Run) {
+	if to == nil {
+		to = runs
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, at := range to {
+		r.mayLand[regionAt(r.t.layout, uint64(at.Addr))] = true
+	}
+}
+
 // settled waits until a channel is closed, and says whether it was: Close waits for copies of a device
 // that does not answer only so long.
 func (t *Transport) settled(quiet <-chan struct{}) bool {
@@ -264,6 +276,11 @@ func (t *Transport) settled(quiet <-chan struct{}) bool {
 	case <-quiet:
 		return true
 	case <-t.late:
+	}
+	select {
+	case <-quiet: // both may have come
+		return true
+	default:
 		return false
 	}
 }

@@ -37,6 +37,9 @@ type receiver struct {
 	armed  time.Time            // when that one was
 	hung   map[core.AgentID]int // copies that have not ended long after their begin
 	unread map[core.AgentID]int // values of P's whose reading has not ended in time; it writes nothing of the caches
+
+	flying  int             // copies of all transfers
+	mayLand map[string]bool // names of regions to which a device has not ended a copy
 }
 
 // inbound is one transfer that is expected. Its fields are guarded by receiver.mu.
@@ -84,7 +87,7 @@ func (r *receiver) init(t *Transport) {
 	r.t, r.redial = t, redialAfter
 	r.byID, r.byGrant, r.telling = map[core.TransferID]*inbound{}, map[random]*inbound{}, map[core.TransferID]chan struct{}{}
 	r.sources, r.copies = map[core.AgentID]*source{}, map[*batch]struct{}{}
-	r.hung, r.unread = map[core.AgentID]int{}, map[core.AgentID]int{}
+	r.hung, r.unread, r.mayLand = map[core.AgentID]int{}, map[core.AgentID]int{}, map[string]bool{}
 }
 
 // Expect implements core.Transport.
@@ -119,29 +122,35 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, into landing) (
 }
 
 // Revoke implements core.Transport.
-func (t *Transport) Revoke(id core.TransferID) {
+func (t *Transport) Revoke(id core.TransferID) error {
 	r := &t.receiver
 	r.mu.Lock()
 	in, told := r.byID[id], r.telling[id]
 	var quiet chan struct{}
 	var link *link
-	if in != nil {
+	switch {
+	case in == nil:
+	case r.closed: // another revoke is to find it too
+		quiet = r.halt(in)
+	default:
 		quiet = r.forget(in)
 		if link = in.source.link; in.first.IsZero() {
 			link = nil
 		}
 	}
 	r.mu.Unlock()
-	if quiet != nil && !fault.On("local-unfenced") {
-		t.settled(quiet) // a copy is bounded, unless a device is stuck
-	}
+	ended := quiet == nil || fault.On("local-unfenced") || t.settled(quiet) // a copy is bounded, unless a device is stuck
 	if told != nil {
-		t.settled(told) // the sink returns at once
+		ended = t.settled(told) && ended // the sink returns at once
 	}
 	if link != nil {
 		link.say((&ending{cause: overUnexpected}).bytes(in.grant))
 		link.flush()
 	}
+	if !ended && !fault.On("local-revoke-unsure") {
+		return fmt.Errorf("local: transfer %q is revoked, but its memory is copied to: %w", string(id), core.ErrMayLand)
+	}
+	return nil
 }
 
 // forget ends the knowledge of a transfer. The channel, if any, is closed when no copy is under way;
@@ -185,10 +194,10 @@ func (in *inbound) drop() (runs int) {
 	return runs
 }
 
-// ends forgets a transfer. Just one caller gets the channel with which it tells the outcome;
-// r.mu is held.
+// ends forgets a transfer. Just one caller gets the channel with which it tells the outcome; nobody does when the
+// transport is closed; r.mu is held.
 func (r *receiver) ends(in *inbound) chan struct{} {
-	if r.byID[in.id] != in {
+	if r.closed || r.byID[in.id] != in {
 		return nil
 	}
 	r.forget(in)
@@ -238,8 +247,10 @@ func (r *receiver) close() {
 	r.closed = true
 	r.rest()
 	var quiets []chan struct{}
-	for _, in := range r.byID {
-		if q := r.forget(in); q != nil {
+	for _, in := range r.byID { // they stay there, for whoever revokes one beside Close
+		in.gone = true
+		r.bury(in)
+		if q := r.halt(in); q != nil {
 			quiets = append(quiets, q)
 		}
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/giveback"
 	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
@@ -258,7 +259,10 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 	c := &caches{self: describe(&a.cfg, a.id, layout, t.endpoints(), t.lacks), transports: t}
 	say := &speaker{log: a.log, ask: a.ask, peers: a.peers, halves: a.halves}
 	c.queue = newPeerQueue(say, func(id core.TransferID) {
-		t.Revoke(id)
+		if err := t.Revoke(id); err != nil && !fault.On("node-report-unfenced") {
+			a.log.Error("a load gets no report", zap.String("transfer_id", string(id)), zap.Error(err))
+			return
+		}
 		a.halves.tell(core.Revoked{ID: id})
 	}, a.goRun)
 	f := &finder{cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.halves.clock, bus: a.bus, peers: a.peers,

@@ -19,9 +19,10 @@ const goodbye = time.Second
 
 // Close ends every transfer (each gets its report, with code closed), waits
 // until no byte can land any more, and withdraws the agent. It is bounded by
-// close_timeout_s, also while a driver does not answer, and a few seconds more if the embedded server does not stop, or
-// if a peer is not heard. If a transport cannot be closed because a driver does not answer, the transfers that are left
-// get no report: bytes may land in their blocks until the process ends.
+// close_timeout_s, and a few seconds more if the embedded server does not stop, or
+// if a transport does not end: a peer is not heard, or the kernel or a driver does not answer.
+// If bytes may land all the same, the error wraps core.ErrMayLand and says in which regions, as far as a transport
+// knows, and those transfers get no report: bytes may land in their blocks until the process ends.
 // A second call waits for the first one and returns ErrClosed.
 func (a *Agent) Close() error {
 	if !a.halves.close() {
@@ -39,7 +40,7 @@ func (a *Agent) Close() error {
 	defer stop()
 	drained := a.drain(draining)
 	var errs []error
-	at := shut{quiet: true, answers: true}
+	at := shut{quiet: true, whole: true}
 	if c := a.caches.Load(); c != nil {
 		end, _ := ctx.Deadline()
 		bounded, ended := context.WithDeadline(ctx, end.Add(-min(goodbye/2, time.Duration(a.cfg.CloseTimeout)/8)))
@@ -48,32 +49,29 @@ func (a *Agent) Close() error {
 		ended()
 		errs = append(errs, err)
 		if !drained && at.quiet {
-			// The transports are closed: nothing can land. The reports are still owed.
+			// No transport has said that a copy may land. The reports are still owed.
 			a.halves.tell(core.Abandon{})
 		}
 		c.queue.wait(draining)
 	}
 	a.cancel()
 	last := ctx
-	if at.quiet && at.answers { // a transport that was waited for may have used up the time
+	if at.quiet && at.whole { // a transport that was waited for may have used up the time
 		end, _ := ctx.Deadline()
 		var done context.CancelFunc
 		last, done = context.WithTimeout(context.Background(), max(time.Until(end), goodbye/2))
 		defer done()
 	}
 	errs = append(errs, a.plane.close(last))
-	errs = append(errs, a.wait(ctx, at))
+	errs = append(errs, a.wait(last, at))
 	_ = a.halves.move(stateClosing, stateClosed, nil)
 	a.log.Info("agent closed", zap.String("agent", string(a.id)))
 	return errors.Join(errs...)
 }
 
-// wait waits until the agent's goroutines have ended. If a driver does not answer, one may wait for it, which ctx bounds.
+// wait waits until the agent's goroutines have ended. If a driver does not answer, one may wait for it, which ctx bounds. Else
+// nothing is left that could hold them up for long.
 func (a *Agent) wait(ctx context.Context, at shut) error {
-	if at.quiet && at.answers {
-		a.wg.Wait()
-		return nil
-	}
 	ended := make(chan struct{})
 	safe.Go("close", func() {
 		a.wg.Wait()
@@ -84,7 +82,11 @@ func (a *Agent) wait(ctx context.Context, at shut) error {
 		return nil
 	case <-ctx.Done():
 	}
-	late := time.NewTimer(goodbye / 10) // the others may have used up the time
+	bound := goodbye / 10 // the others may have used up the time
+	if at.quiet && at.whole {
+		bound = further
+	}
+	late := time.NewTimer(bound)
 	defer late.Stop()
 	select {
 	case <-ended:

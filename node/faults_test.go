@@ -26,6 +26,6 @@ var defects = []faulttest.Defect{
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
 	ofOthers := []string{"renewed-in-use", "node-load-unlooked", "node-write-unlooked", "node-more-unlooked",
-		"node-look-kept", "node-look-few", "node-look-of-before", "node-own-fault", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
+		"node-look-kept", "node-look-few", "node-look-of-before", "node-own-fault", "node-report-unfenced", "node-quiet-unasked", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
 	faulttest.Run(t, defects, func(name string) bool { return slices.Contains(ofOthers, name) })
 }

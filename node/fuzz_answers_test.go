@@ -117,7 +117,10 @@ func (l *landings) Expect(id core.TransferID, peer core.AgentID, dst []core.Segm
 
 func grantOf(id core.TransferID, n int) []byte { return fmt.Appendf(nil, "%s-%d", id, n) }
 
-func (l *landings) Revoke(id core.TransferID) { l.disarm(id) }
+func (l *landings) Revoke(id core.TransferID) error {
+	l.disarm(id)
+	return nil
+}
 
 func (l *landings) disarm(id core.TransferID) bool {
 	l.p.mu.Lock()

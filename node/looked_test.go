@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -31,12 +32,13 @@ func (r *reached) Expect(core.TransferID, core.AgentID, []core.Segment) ([]byte,
 	r.note("load")
 	return []byte("grant"), r.refuses
 }
-func (r *reached) Write(core.WriteOp)     { r.note("write") }
-func (r *reached) Extend(core.WriteOp)    { r.note("more") }
-func (r *reached) Stop(core.TransferID)   { r.note("stop") }
-func (r *reached) Dismiss(core.AgentID)   {}
-func (r *reached) Revoke(core.TransferID) {}
-func (r *reached) Close() error           { return nil }
+func (r *reached) Write(core.WriteOp)   { r.note("write") }
+func (r *reached) Extend(core.WriteOp)  { r.note("more") }
+func (r *reached) Stop(core.TransferID) { r.note("stop") }
+func (r *reached) Dismiss(core.AgentID) {}
+func (r *reached) Close() error         { return nil }
+
+func (r *reached) Revoke(core.TransferID) error { return nil }
 
 func (r *reached) Written(_ core.TransferID, _ core.TransferStats, err error) { r.ended = err }
 
@@ -55,6 +57,12 @@ type anyPlan struct{ core.Plan }
 // lookedAt are transports over a cache on a device, with one that notes what reaches it.
 func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
 	t.Helper()
+	return lookedAtFor(t, bound, bases...)
+}
+
+// lookedAtFor bounds the close of the device.
+func lookedAtFor(t *testing.T, closes time.Duration, bases ...uintptr) (*transports, *reached) {
+	t.Helper()
 	var regions []core.Region
 	for i, base := range bases {
 		regions = append(regions, core.Region{Name: fmt.Sprint("layer.", i), Base: uint64(base), Memory: core.DeviceMemory(0),
@@ -62,7 +70,9 @@ func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
 	}
 	cfg := testConfig(RoleBoth)
 	cfg.CloseTimeout = Seconds(bound)
-	devs, err := devices.Open(regions, cfg.deviceOptions())
+	o := cfg.deviceOptions()
+	o.CloseTimeout = closes
+	devs, err := devices.Open(regions, o)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -49,10 +49,11 @@ func ownFault(passed []passedOver, err error) error {
 }
 
 // Revoke may wait, but holds up its caller only: see core.Transport.
-func (t *transports) Revoke(id core.TransferID) {
+func (t *transports) Revoke(id core.TransferID) error {
 	if w := t.of(half{id, core.SideLoad}); w != nil {
-		w.Revoke(id)
+		return w.Revoke(id)
 	}
+	return nil
 }
 
 // Write starts to send by the transport that the grant names.

@@ -34,6 +34,7 @@ type transports struct {
 	suspect func(core.AgentID)
 
 	firstWait time.Duration
+	further   time.Duration // see Close
 
 	list    []core.Transport
 	lacks   []wire.Lack      // transports that are not available here
@@ -66,7 +67,7 @@ type carrier struct {
 // newTransports' machine takes the outcomes; suspect is told of each peer to which
 // no way is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
-	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, taking: new(sync.Mutex),
+	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, further: further, taking: new(sync.Mutex),
 		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, torn: map[half]carrier{}, spoiled: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 
@@ -146,6 +147,10 @@ func (t *transports) Dismiss(peer core.AgentID) {
 // firstWait is how long a pair that has just met waits at most for better transports
 // while there is another.
 const firstWait = 2 * time.Second
+
+// further is how long Close waits for what has not ended in close_timeout_s: a transport for a peer or for the kernel, and
+// goroutines for the end of what they do.
+const further = 5 * time.Second
 
 // errPending: a transfer does not wait until a transport is set up.
 var errPending = errors.New("its setup with that peer has not ended")

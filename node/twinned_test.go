@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strings"
 	"sync"
@@ -30,6 +31,8 @@ type spy struct {
 	refuse   atomic.Pointer[func(peer core.AgentID) error] // of each write, by the peer's own id
 	far      error                                         // of each Connect
 	holds    atomic.Pointer[chan struct{}]                 // Revoke and Close wait until it is closed
+	fails    atomic.Bool                                   // then both say that bytes may land
+	closing  atomic.Bool                                   // Close has begun
 }
 
 // twinNames are the ids by which an agent knows its peers, and the peers' own ids, by which
@@ -95,14 +98,22 @@ func (s *spy) hold() {
 	}
 }
 
-func (s *spy) Revoke(id core.TransferID) {
+func (s *spy) Revoke(id core.TransferID) error {
 	s.hold()
-	s.Signaller.Revoke(id)
+	if s.fails.Load() {
+		return fmt.Errorf("a test: %w", core.ErrMayLand)
+	}
+	return s.Signaller.Revoke(id)
 }
 
 func (s *spy) Close() error {
+	s.closing.Store(true)
 	s.hold()
-	return s.Signaller.Close()
+	err := s.Signaller.Close()
+	if s.fails.Load() {
+		err = fmt.Errorf("a test: %w", core.ErrMayLand)
+	}
+	return err
 }
 
 func (s *spy) Write(op core.WriteOp) {

@@ -1,13 +1,17 @@
 package rdma
 
 import (
+	"errors"
+	"fmt"
 	"maps"
 	"slices"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/safe"
 )
 
 // drainBound is how long after a revoke P may take to say that no byte of the transfer is
@@ -183,8 +187,9 @@ func (src *source) leave(why string) {
 	src.r.t.sayBye(src.peer, &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: why})
 }
 
-// close ends everything; no byte can land when it returns.
-func (r *receiver) close() {
+// close ends everything; no byte can land when it returns nil. No source waits for another one's lanes, which the kernel may take its time to
+// destroy: the transfers of the others are fenced meanwhile.
+func (r *receiver) close() error {
 	r.mu.Lock()
 	r.closed = true
 	all := slices.Collect(maps.Values(r.sources))
@@ -192,24 +197,43 @@ func (r *receiver) close() {
 	for _, src := range all {
 		src.leave("it was closed")
 	}
-	var gpus gpuSet
-	for _, src := range all {
-		src.mu.Lock()
-		dying := src.cut()
-		src.mu.Unlock()
-		await(dying)
-		src.mu.Lock()
-		for _, e := range src.live {
-			gpus |= e.gpus
-			if !e.ended {
-				e.ended = true
-				close(e.told)
+	errs := make([]error, len(all))
+	var wg sync.WaitGroup
+	for i, src := range all {
+		wg.Add(1)
+		safe.Go("rdma close", func() {
+			defer wg.Done()
+			panicked, err := safe.Try("rdma close", func() error {
+				src.close()
+				return nil
+			})
+			if panicked {
+				errs[i] = fmt.Errorf("rdma: prefill agent %s: %w: %w", src.peer, core.ErrMayLand, err)
 			}
-			src.fenced(e)
-		}
-		src.mu.Unlock()
+		})
 	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// close ends the lanes and transfers of a P.
+func (src *source) close() {
+	src.mu.Lock()
+	dying := src.cut()
+	src.mu.Unlock()
+	await(dying)
+	var gpus gpuSet
+	src.mu.Lock()
+	for _, e := range src.live {
+		gpus |= e.gpus
+		if !e.ended {
+			e.ended = true
+			close(e.told)
+		}
+		src.fenced(e)
+	}
+	src.mu.Unlock()
 	if gpus != 0 {
-		r.t.flushEnded(gpus)
+		src.r.t.flushEnded(gpus)
 	}
 }

@@ -2,10 +2,12 @@ package rdma
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
 // TestDrainPatience: the time for P's answer to a revoke counts from the revoke on, also
@@ -85,6 +87,70 @@ func TestCloseEndsADismissedRevoke(t *testing.T) {
 		case <-c:
 		case <-time.After(30 * time.Second):
 			t.Fatal("the revoke waits after Close")
+		}
+	}
+}
+
+// TestCloseFencesBesideALane: a lane of one P is not destroyed. When the transport closes, the transfers of the others are fenced all the same,
+// and their revokes return.
+func TestCloseFencesBesideALane(t *testing.T) {
+	tr := newTestConn(t, 0).t
+	r := &tr.receiver
+	const others = 8
+	r.init(tr, others)
+	var all []*expect
+	for i := range others {
+		id := core.TransferID(fmt.Sprint("t", i))
+		peer := core.AgentID("p of " + id)
+		r.sources[peer] = &source{r: r, peer: peer, lanes: map[uint32]*lane{}, dying: map[uint32]*lane{}, live: map[uint64]*expect{}}
+		if _, err := r.expect(id, peer, nil); err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, r.expected[id])
+	}
+	stands := &lane{id: 1, still: make(chan struct{})}
+	r.sources["stands"] = &source{r: r, peer: "stands", lanes: map[uint32]*lane{}, dying: map[uint32]*lane{1: stands}, live: map[uint64]*expect{}}
+	closed := make(chan error, 1)
+	go func() { closed <- r.close() }()
+	for _, e := range all {
+		select {
+		case <-e.fenced:
+		case <-time.After(30 * time.Second):
+			t.Fatalf("transfer %q waits for another prefill agent's lane", string(e.id))
+		}
+		if err := tr.Revoke(e.id); err != nil {
+			t.Error(err)
+		}
+	}
+	select {
+	case err := <-closed:
+		t.Errorf("the close does not wait for the lane: %v", err)
+	default:
+	}
+	close(stands.still)
+	if err := <-closed; err != nil {
+		t.Error(err)
+	}
+}
+
+// TestLaneThatLives: a lane could not be put into error. That its receives have come back does not make it still: bytes need none.
+func TestLaneThatLives(t *testing.T) {
+	for _, lives := range []bool{false, true} {
+		c := newTestConn(t, 1)
+		r := &c.t.receiver
+		r.init(c.t, 4)
+		l := c.lanes[0]
+		l.retired, l.lives, l.posted, l.still = true, lives, 1, make(chan struct{})
+		src := &source{r: r, peer: "p", lanes: map[uint32]*lane{}, dying: map[uint32]*lane{l.id: l}, live: map[uint64]*expect{}}
+		src.count(l, []verbs.Completion{{Status: verbs.Success, Opcode: verbs.OpReceiveImm, ID: receiveID}})
+		still := false
+		select {
+		case <-l.still:
+			still = true
+		default:
+		}
+		if still == lives {
+			t.Errorf("it lives: %v, and counts as still: %v", lives, still)
 		}
 	}
 }

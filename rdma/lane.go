@@ -33,6 +33,7 @@ type lane struct {
 	spent    int // receives that were used up since the last refill
 	pinging  bool
 	retired  bool
+	lives    bool // it could not be put into error: only its destruction ends it
 	verified bool // the trial was looked at; guarded by the source's verifying
 	verdict  error
 	still    chan struct{} // closed when the lane is retired and all receives are back: no byte of it lands any more

@@ -148,7 +148,8 @@ func (src *source) retire(l *lane) {
 	delete(src.lanes, l.id)
 	src.dying[l.id] = l
 	bound := flushBound
-	if err := l.qp.ToError(); err != nil || l.posted == 0 {
+	err := l.qp.ToError()
+	if l.lives = err != nil; l.lives || l.posted == 0 {
 		bound = 0
 	}
 	if !src.r.t.goRun("rdma retire", func() {
@@ -294,7 +295,7 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 		src.wholes++
 		src.fenced(e)
 	}
-	if l.retired && l.posted <= 0 {
+	if l.retired && l.posted <= 0 && !l.lives {
 		src.laid(l)
 	}
 	return done

@@ -126,7 +126,10 @@ func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.P
 }
 
 // Revoke implements core.Transport.
-func (t *Transport) Revoke(id core.TransferID) { t.receiver.revoke(id) }
+func (t *Transport) Revoke(id core.TransferID) error {
+	t.receiver.revoke(id)
+	return nil
+}
 
 // Write implements core.Transport.
 func (t *Transport) Write(op core.WriteOp) { t.sender.write(op) }
@@ -274,7 +277,7 @@ func (t *Transport) Close() error {
 		return nil
 	}
 	t.finished = true
-	t.receiver.close() // first: the sender may wait for its outcomes, and nothing may land meanwhile
+	lands := t.receiver.close() // first: the sender may wait for its outcomes, and nothing may land meanwhile
 	t.sender.close()
 	t.cancel()
 	t.mu.Lock()
@@ -283,7 +286,7 @@ func (t *Transport) Close() error {
 	t.wg.Wait()
 	err := t.closeDevices() // ends the goroutines that wait for events
 	t.ears.Wait()
-	return err
+	return errors.Join(lands, err)
 }
 
 // shorten bounds a text for the wire.

@@ -2,12 +2,14 @@ package tcp
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"io"
 	"maps"
 	"net"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -23,8 +25,8 @@ type receiver struct {
 	// inbound by transfer, and by grant for the streams.
 	byID    map[core.TransferID]*inbound
 	byGrant map[random]*inbound
-	// telling holds the transfers whose outcome the sink is being told.
-	telling map[core.TransferID]chan struct{}
+	// telling holds the transfers whose outcome the sink is being told, or never will be.
+	telling map[core.TransferID]*outcome
 	peers   map[core.AgentID]*inPeer
 	// attempts counts the streams that were opened, to all peers, from the time of New on.
 	// So the streams of an agent that opens again under its id are newer too.
@@ -33,6 +35,14 @@ type receiver struct {
 	done     doneList
 	redial   time.Duration // see redialAfter
 	closed   bool
+	copying  atomic.Int64    // copies of all transfers to devices
+	mayLand  map[string]bool // names of regions to which a device has not ended a copy
+}
+
+// outcome is the end of a transfer that one caller tells.
+type outcome struct {
+	told chan struct{} // closed when the sink was told, or never will be
+	err  error         // of the fence, then: the sink is not told
 }
 
 // inbound is one transfer that is expected.
@@ -88,7 +98,8 @@ func (r *receiver) init(t *Transport) {
 	r.t, r.attempts, r.redial = t, uint64(time.Now().UnixMicro()), redialAfter
 	r.byID = map[core.TransferID]*inbound{}
 	r.byGrant = map[random]*inbound{}
-	r.telling = map[core.TransferID]chan struct{}{}
+	r.telling = map[core.TransferID]*outcome{}
+	r.mayLand = map[string]bool{}
 	r.peers = map[core.AgentID]*inPeer{}
 }
 
@@ -103,7 +114,7 @@ func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.P
 }
 
 func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst places) ([]byte, error) {
-	in := &inbound{id: id, grant: newRandom(), places: dst, total: dst.bytes(), copies: copies{late: t.late}}
+	in := &inbound{id: id, grant: newRandom(), places: dst, total: dst.bytes(), copies: copies{late: t.late, all: &t.receiver.copying}}
 	r := &t.receiver
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -122,26 +133,38 @@ func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst places) ([
 }
 
 // Revoke implements core.Transport.
-func (t *Transport) Revoke(id core.TransferID) {
+func (t *Transport) Revoke(id core.TransferID) (err error) {
 	r := &t.receiver
 	r.mu.Lock()
-	in, told := r.byID[id], r.telling[id]
-	r.forget(in)
+	in, end := r.byID[id], r.telling[id]
+	if !r.closed { // else another revoke would not find it
+		r.forget(in)
+	}
 	r.mu.Unlock()
 	if in != nil {
-		in.revoke()
+		err = in.revoke()
 	}
-	if told != nil {
-		<-told // the sink returns at once
+	if end != nil {
+		<-end.told // the sink returns at once; or the copies are waited for, which Close bounds
+		err = cmp.Or(err, end.err)
 	}
+	return err
 }
 
-// revoke returns when no stream reads, or copies, into the runs any more.
-func (in *inbound) revoke() {
+// revoke returns when no stream reads, or copies, into the runs any more, or with an error if Close waits for copies no longer.
+func (in *inbound) revoke() error {
+	in.bar()
+	if !in.copies.wait() && !fault.On("tcp-revoke-unsure") {
+		return fmt.Errorf("tcp: transfer %q is revoked, but its memory is copied to: %w", string(in.id), core.ErrMayLand)
+	}
+	return nil
+}
+
+// bar has no stream read, or begin a copy, into the runs any more.
+func (in *inbound) bar() {
 	in.fence.Lock()
+	defer in.fence.Unlock()
 	in.revoked = true
-	in.fence.Unlock()
-	in.copies.wait()
 }
 
 // forget ends the streams' knowledge of a transfer; r.mu is held.
@@ -160,45 +183,56 @@ func (r *receiver) close() {
 	for _, p := range r.peers {
 		p.closeAll()
 	}
-	left := slices.Collect(maps.Values(r.byID))
-	for _, in := range left {
-		r.forget(in)
-	}
+	left := slices.Collect(maps.Values(r.byID)) // they stay there, for whoever revokes one beside Close
+	clear(r.byGrant)
 	r.mu.Unlock()
 	for _, in := range left {
-		in.revoke()
+		in.bar() // the streams wait for the copies, and Close for the streams
 	}
+}
+
+// after is what Close has to say of copies that have not ended.
+func (r *receiver) after() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.copying.Load() == 0 { // no stream is left that could begin one
+		return nil
+	}
+	return fmt.Errorf("tcp: closed, but %w", core.MayLandIn(r.mayLand))
 }
 
 func (r *receiver) fail(in *inbound, err error) {
 	r.mu.Lock()
-	told := r.ends(in)
+	end := r.ends(in)
 	r.mu.Unlock()
-	if told != nil {
-		in.revoke()
-		r.tell(in, told, core.TransferStats{}, err)
+	if end == nil {
+		return
 	}
+	if end.err = in.revoke(); end.err != nil { // a Revoke hears of it, also later
+		close(end.told)
+		return
+	}
+	r.tell(in, end, core.TransferStats{}, err)
 }
 
-// ends forgets a transfer. Just one caller gets the channel with which it tells the
-// outcome; r.mu is held.
-func (r *receiver) ends(in *inbound) chan struct{} {
-	if !r.forget(in) {
+// ends forgets a transfer. Just one caller gets the outcome, which it tells; nobody does when the transport is closed; r.mu is held.
+func (r *receiver) ends(in *inbound) *outcome {
+	if r.closed || !r.forget(in) {
 		return nil
 	}
-	told := make(chan struct{})
-	r.telling[in.id] = told
-	return told
+	end := &outcome{told: make(chan struct{})}
+	r.telling[in.id] = end
+	return end
 }
 
-func (r *receiver) tell(in *inbound, told chan struct{}, s core.TransferStats, err error) {
+func (r *receiver) tell(in *inbound, end *outcome, s core.TransferStats, err error) {
 	r.t.sink.Received(in.id, s, err)
 	r.mu.Lock()
-	if r.telling[in.id] == told {
+	if r.telling[in.id] == end {
 		delete(r.telling, in.id)
 	}
 	r.mu.Unlock()
-	close(told)
+	close(end.told)
 }
 
 // inStream reads one connection.
@@ -335,9 +369,9 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 	in.got += n
 	in.cuts, s.cuts = in.cuts+s.cuts, 0
 	gone := s.r.byID[in.id] != in
-	var told chan struct{}
+	var end *outcome
 	if in.got == in.total {
-		if told = s.r.ends(in); told != nil {
+		if end = s.r.ends(in); end != nil {
 			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
 		}
 	}
@@ -346,9 +380,9 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 	switch {
 	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop
 		return s.answered(in.grant)
-	case told == nil:
+	case end == nil:
 		return nil
 	}
-	s.r.tell(in, told, stats, nil)
+	s.r.tell(in, end, stats, nil)
 	return s.send(&header{kind: frameAck, key: in.grant, length: stats.Bytes})
 }

@@ -3,9 +3,13 @@ package tcp
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
+	"runtime"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -100,9 +104,16 @@ func (m stuckSlots) Slot(ctx context.Context, device int, to Direction, peer cor
 func (stuckSlot) Wait() error { return fmt.Errorf("a test: %w", ErrMayCopy) }
 
 // TestCloseFreesARevoke: Close ends the wait of a Revoke for a copy that never ends, also where
-// the transport's last stream ends before CloseGrace is over.
+// the transport's last stream ends before CloseGrace is over. Both say that the copy may land, and so does a revoke that
+// comes beside Close, or later.
 func TestCloseFreesARevoke(t *testing.T) {
 	leaktest.Check(t)
+	for _, before := range []bool{true, false} {
+		t.Run(fmt.Sprint("the revoke begins before Close: ", before), func(t *testing.T) { closeFreesARevoke(t, before) })
+	}
+}
+
+func closeFreesARevoke(t *testing.T, before bool) {
 	p, d := newAgent(t, Config{}), newAgent(t, Config{Mover: stuckSlots{newFewSlots(4, 64<<10)}, CloseGrace: time.Hour})
 	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
 		t.Fatal(err)
@@ -114,29 +125,110 @@ func TestCloseFreesARevoke(t *testing.T) {
 		defer d.receiver.mu.Unlock()
 		return d.receiver.byGrant[grant] == nil
 	})
-	revoked := make(chan struct{})
-	go func() {
-		defer close(revoked)
-		d.Revoke("t")
-	}()
-	until(t, "the revoke has begun", func() bool {
-		d.receiver.mu.Lock()
-		defer d.receiver.mu.Unlock()
-		return d.receiver.byID["t"] == nil
-	})
-	select {
-	case <-revoked:
-		t.Fatal("Revoke returned while a copy may land")
-	default:
+	revoked := make(chan error, 1)
+	if before {
+		go func() { revoked <- d.Revoke("t") }()
+		until(t, "the revoke has begun", func() bool {
+			d.receiver.mu.Lock()
+			defer d.receiver.mu.Unlock()
+			return d.receiver.byID["t"] == nil
+		})
+		select {
+		case <-revoked:
+			t.Fatal("Revoke returned while a copy may land")
+		default:
+		}
 	}
-	if err := d.Close(); err != nil {
-		t.Error(err)
+	if err := d.Close(); !errors.Is(err, core.ErrMayLand) || !strings.Contains(err.Error(), d.layout.Regions[0].Name) {
+		t.Errorf("the close: %v", err)
+	}
+	if !before {
+		go func() { revoked <- d.Revoke("t") }()
 	}
 	select {
-	case <-revoked:
+	case err := <-revoked:
+		if !errors.Is(err, core.ErrMayLand) {
+			t.Errorf("the revoke: %v", err)
+		}
 	case <-time.After(10 * time.Second):
 		t.Fatal("the revoke still waits after Close")
 	}
+}
+
+// TestRevokesBesideClose: copies go on when a transport is closed. The revokes that come beside the close return when the copies have ended, and
+// not before, whoever runs first.
+func TestRevokesBesideClose(t *testing.T) {
+	leaktest.Check(t)
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	for i := range 20 {
+		slots := &lateSlots{fewSlots: newFewSlots(4, 64<<10), began: make(chan struct{}, 1), ends: make(chan struct{})}
+		p, d := newAgent(t, Config{}), newAgent(t, Config{Mover: slots, CloseGrace: time.Hour})
+		if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
+			t.Fatal(err)
+		}
+		grant := d.expect(t, "t", "p", allBlocks(testBlocks))
+		p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+		<-slots.began
+		ended := make(chan error, 2)
+		both := []func(){func() {
+			err := d.Revoke("t")
+			if !slots.over.Load() {
+				t.Error("Revoke returned while a copy may land")
+			}
+			ended <- err
+		}, func() { ended <- d.Close() }}
+		if i%2 == 1 {
+			slices.Reverse(both)
+		}
+		for _, f := range both {
+			go f()
+			for range i {
+				runtime.Gosched()
+			}
+		}
+		until(t, "the close has begun", func() bool {
+			d.receiver.mu.Lock()
+			defer d.receiver.mu.Unlock()
+			return d.receiver.closed
+		})
+		slots.over.Store(true)
+		close(slots.ends)
+		for range 2 {
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// lateSlots is a Mover whose device ends copies when it is told to.
+type lateSlots struct {
+	*fewSlots
+	began chan struct{}
+	ends  chan struct{}
+	over  atomic.Bool
+}
+
+type lateSlot struct {
+	Slot
+	m *lateSlots
+}
+
+func (m *lateSlots) Slot(ctx context.Context, device int, to Direction, peer core.AgentID) (Slot, error) {
+	s, err := m.fewSlots.Slot(ctx, device, to, peer)
+	if err != nil {
+		return nil, err
+	}
+	return lateSlot{s, m}, nil
+}
+
+func (s lateSlot) Wait() error {
+	select {
+	case s.m.began <- struct{}{}:
+	default:
+	}
+	<-s.m.ends
+	return s.Slot.Wait()
 }
 
 // TestEndOfAFrameWaits: a frame that breaks off gives its slots back when their copies have ended, and

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"go.uber.org/zap"
@@ -16,10 +17,27 @@ import (
 // their blocks, the oldest first. While a stream waits for its peer, or for a slot, it
 // holds no slot. So Revoke waits for copies only, and a slow peer holds no slot.
 type landing struct {
-	slots []Slot
-	runs  []Run
-	ready Slot // for the next bytes
-	wants int  // nothing can be read before there is a slot: the device's number and 1
+	slots []landed
+	spare [][]Run // of slots that have landed
+	ready Slot    // for the next bytes
+	wants int     // nothing can be read before there is a slot: the device's number and 1
+}
+
+// landed is a slot whose bytes are being copied to these runs.
+type landed struct {
+	Slot
+	to []Run
+}
+
+// takeRuns gives room for the runs of a slot.
+func (l *landing) takeRuns() []Run {
+	n := len(l.spare)
+	if n == 0 {
+		return nil
+	}
+	runs := l.spare[n-1]
+	l.spare = l.spare[:n-1]
+	return runs[:0]
 }
 
 // busy says whether something is to be done before the stream may wait for its peer.
@@ -60,7 +78,6 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 	}
 	l.ready = nil
 	cur.advance(got)
-	l.runs = runs(l.runs[:0], vec, got)
 	in.fence.RLock()
 	defer in.fence.RUnlock()
 	if in.revoked {
@@ -68,8 +85,9 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 		return uintptr(got), 0
 	}
 	in.copies.add()
-	slot.Copy(l.runs)
-	l.slots = append(l.slots, slot)
+	to := runs(l.takeRuns(), vec, got)
+	slot.Copy(to)
+	l.slots = append(l.slots, landed{slot, to})
 	return uintptr(got), 0
 }
 
@@ -120,9 +138,11 @@ func (s *inStream) landStarted(in *inbound, most int) (err error) {
 			err, most = &copyError{"copy into device memory", e}, 0
 		}
 		if errors.Is(e, ErrMayCopy) { // Revoke waits for it
+			s.r.stuck(slot.to)
 			continue
 		}
 		slot.Release()
+		s.landing.spare = append(s.landing.spare, slot.to)
 		in.copies.done()
 	}
 	return err
@@ -154,35 +174,51 @@ func (r *receiver) copyFailed(in *inbound, err error) {
 	r.failed(in, err)
 }
 
+// stuck notes the regions to which a device does not end a copy.
+func (r *receiver) stuck(to []Run) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, at := range to {
+		for i := range r.t.layout.Regions {
+			if g := &r.t.layout.Regions[i]; uint64(at.Addr) < g.Base+g.Extent() && uint64(at.Addr)+at.Len > g.Base {
+				r.mayLand[g.Name] = true
+			}
+		}
+	}
+}
+
 // copies counts what is being copied.
 type copies struct {
 	mu   sync.Mutex
 	n    int
 	idle chan struct{}   // closed when n is 0 again; nil while nobody waits
 	late <-chan struct{} // closed CloseGrace after the transport's Close has begun
+	all  *atomic.Int64   // those of all transfers
 }
 
 func (c *copies) add() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.n++
+	c.all.Add(1)
 }
 
 func (c *copies) done() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.all.Add(-1)
 	if c.n--; c.n == 0 && c.idle != nil {
 		close(c.idle)
 		c.idle = nil
 	}
 }
 
-// wait returns when nothing is copied, or when Close waits no longer.
-func (c *copies) wait() {
+// wait returns when nothing is copied, or with false when Close waits no longer.
+func (c *copies) wait() bool {
 	c.mu.Lock()
 	if c.n == 0 || fault.On("tcp-revoke-at-once") {
 		c.mu.Unlock()
-		return
+		return true
 	}
 	if c.idle == nil {
 		c.idle = make(chan struct{})
@@ -191,6 +227,10 @@ func (c *copies) wait() {
 	c.mu.Unlock()
 	select {
 	case <-idle:
+		return true
 	case <-c.late:
 	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n == 0 // both may have come
 }

@@ -176,7 +176,7 @@ func (t *Transport) Close() error {
 	t.sender.close()
 	t.wg.Wait()
 	t.slates.close()
-	return nil
+	return t.receiver.after()
 }
 
 // tune sets an open stream's bounds at both ends. A dead host is noticed by keep-alive

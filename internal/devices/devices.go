@@ -139,7 +139,7 @@ func (d *Devices) Closing() {
 	}
 }
 
-// Close ends all copies. The transports that use them are closed before.
+// Close ends all copies. The transports that use them are closed before, or were given up.
 func (d *Devices) Close() error {
 	if d == nil {
 		return nil
@@ -150,7 +150,7 @@ func (d *Devices) Close() error {
 		wg.Add(1)
 		safe.Go("close device", func() {
 			defer wg.Done()
-			if err := dev.Close(); err != nil {
+			if _, err := safe.Try("close device", dev.Close); err != nil {
 				errs[i] = fmt.Errorf("%w: %w", ErrDevice, err)
 			}
 		})

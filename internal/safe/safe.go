@@ -38,3 +38,14 @@ func Report(name string, cause any) {
 	}
 	fmt.Fprintf(os.Stderr, "kvconn: panic in %s: %v\n%s", name, cause, debug.Stack())
 }
+
+// Try runs f and contains its panic, which is the error then.
+func Try(name string, f func() error) (panicked bool, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			Report(name, p)
+			panicked, err = true, fmt.Errorf("%s: panic: %v", name, p)
+		}
+	}()
+	return false, f()
+}

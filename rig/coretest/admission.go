@@ -24,7 +24,7 @@ func wrongGrants(t *testing.T, f Fixture) {
 			if o := p.sink.Wait("written", "t", 1); o.Err == nil {
 				t.Errorf("a write with a wrong grant ended well: %+v", o)
 			}
-			d.tr.Revoke("t")
+			d.revoke("t")
 			d.check(t)
 			if arrived(d) {
 				t.Errorf("received of a write with a wrong grant ended well")
@@ -47,7 +47,7 @@ func stolenGrant(t *testing.T, f Fixture) {
 	if o := thief.sink.Wait("written", "t", 1); o.Err == nil {
 		t.Errorf("a write with another peer's grant ended well: %+v", o)
 	}
-	d.tr.Revoke("t")
+	d.revoke("t")
 	d.check(t)
 }
 
@@ -174,7 +174,7 @@ func dismiss(t *testing.T, f Fixture) {
 	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
 		t.Errorf("a write to a dismissed peer ended well: %+v", o)
 	}
-	d.tr.Revoke("t")
+	d.revoke("t")
 	connectWith(t, d, p, old)
 	d.down(p.id, 2)
 	d.check(t)

@@ -97,6 +97,13 @@ func (e *endpoint) admit(peer core.AgentID) []byte {
 	return ticket
 }
 
+// revoke wants a revoke to be sure that nothing can land any more.
+func (e *endpoint) revoke(id core.TransferID) {
+	if err := e.tr.Revoke(id); err != nil {
+		e.t.Errorf("%s: Revoke(%q): %v", e.id, id, err)
+	}
+}
+
 // down waits for the n-th word (from 1) that the way to a peer broke.
 func (e *endpoint) down(peer core.AgentID, n int) Outcome {
 	e.t.Helper()

@@ -19,7 +19,7 @@ func stopDuring(t *testing.T, f Fixture) {
 					t.Errorf("written without an error, received with %v", r.Err)
 				}
 			}
-			d.tr.Revoke("t")
+			d.revoke("t")
 			d.check(t, delivery{transfer: 1, blocks: dst, part: !arrived(d)})
 		})
 }
@@ -36,7 +36,7 @@ func senderGone(t *testing.T, f Fixture) {
 				}
 				return Outcome{}, false
 			})
-			d.tr.Revoke("t")
+			d.revoke("t")
 			d.check(t, delivery{transfer: 1, blocks: dst, part: !arrived(d)})
 		})
 }
@@ -71,7 +71,7 @@ func dismissDuring(t *testing.T, f Fixture) {
 				}
 			}
 			d.down(p.id, 1)
-			d.tr.Revoke("t")
+			d.revoke("t")
 			d.check(t, delivery{transfer: 1, blocks: dst, part: !arrived(d)})
 		})
 }

@@ -14,7 +14,7 @@ func idAgain(t *testing.T, f Fixture) {
 	src, first, second := [][]core.BlockID{sequence(0, 5)}, [][]core.BlockID{sequence(1, 5)}, [][]core.BlockID{sequence(10, 5)}
 	p.paint(1, src)
 	old := d.expect("t", p, first)
-	d.tr.Revoke("t")
+	d.revoke("t")
 	grant := d.expect("t", p, second)
 	if bytes.Equal(old, grant) {
 		t.Errorf("the second grant is the first one again")
@@ -39,8 +39,8 @@ func expectTwice(t *testing.T, f Fixture) {
 
 func unknownIDs(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
-	d.tr.Revoke("never")
-	p.tr.Revoke("never")
+	d.revoke("never")
+	p.revoke("never")
 	p.tr.Stop("never")
 	d.tr.Stop("never")
 	src := [][]core.BlockID{sequence(0, 4)}
@@ -74,7 +74,7 @@ func closed(t *testing.T, f Fixture) {
 		t.Errorf("Admit after Close gave no error")
 	}
 	d.tr.Dismiss(p.id)
-	d.tr.Revoke("t")
+	d.revoke("t")
 	p.write("t", d, grant, blocks, blocks)
 	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
 		t.Errorf("a write to a closed agent ended well: %+v", o)

@@ -175,7 +175,7 @@ func partialStopped(t *testing.T, f Fixture) {
 			t.Errorf("a write of which a half was given ended well: %+v", o)
 		}
 		w.upTo(nil) // is too late, and no error
-		w.d.tr.Revoke("t")
+		w.d.revoke("t")
 		w.d.check(t, w.half())
 		noReceived(t, w.d, "t", len(w.d.sink.All("received", "t")))
 		// The id is free again.
@@ -193,7 +193,7 @@ func partialStopped(t *testing.T, f Fixture) {
 func partialRevoked(t *testing.T, f Fixture) {
 	var frozen []byte
 	atRest(t, f, func(w *partialWrite) {
-		w.d.tr.Revoke("t")
+		w.d.revoke("t")
 		frozen = w.d.snapshot()
 	}, func(w *partialWrite) {
 		w.upTo(nil)
@@ -219,7 +219,7 @@ func partialTooMuch(t *testing.T, f Fixture) {
 		if o := w.p.sink.Wait("written", "t", 1); o.Err == nil {
 			t.Errorf("a write was given more than it has, and ended well: %+v", o)
 		}
-		w.d.tr.Revoke("t")
+		w.d.revoke("t")
 		w.d.check(t, w.half())
 	})
 }
@@ -234,7 +234,7 @@ func partialSenderGone(t *testing.T, f Fixture) {
 			}
 			return Outcome{}, false
 		})
-		w.d.tr.Revoke("t")
+		w.d.revoke("t")
 		w.d.check(t, w.half())
 	})
 }

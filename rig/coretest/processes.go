@@ -101,7 +101,7 @@ func senderStopped(t *testing.T, f Fixture) {
 				n := int(d.layout.Groups[0].NumBlocks)
 				d.landed([][]core.BlockID{shuffled(1, n, n)[n*round/(2*rounds):][:1]})
 				p.freeze()
-				within(d.t, "Revoke of a stopped sender's transfer", func() { d.tr.Revoke("t") })
+				within(d.t, "Revoke of a stopped sender's transfer", func() { d.revoke("t") })
 				told = len(d.sink.All("received", "t"))
 				d.paint(9, [][]core.BlockID{sequence(0, n)}) // the blocks are the engine's again
 				frozen = d.snapshot()

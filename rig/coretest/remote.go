@@ -209,7 +209,7 @@ func serveRemote(kind RemoteKind, in io.Reader, out io.Writer) error {
 			case "Expect":
 				a.Data, err = t.Expect(o.ID, o.Peer, o.Segments)
 			case "Revoke":
-				t.Revoke(o.ID)
+				err = t.Revoke(o.ID)
 			case "Write":
 				t.Write(*o.Op)
 			case "Extend":

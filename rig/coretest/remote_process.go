@@ -186,10 +186,14 @@ func (r *remote) Expect(id core.TransferID, peer core.AgentID, dst []core.Segmen
 	return a.Data, err
 }
 
-func (r *remote) Revoke(id core.TransferID) { r.order(order{Method: "Revoke", ID: id}) }
-func (r *remote) Write(op core.WriteOp)     { r.order(order{Method: "Write", Op: &op}) }
-func (r *remote) Extend(op core.WriteOp)    { r.order(order{Method: "Extend", Op: &op}) }
-func (r *remote) Stop(id core.TransferID)   { r.order(order{Method: "Stop", ID: id}) }
+func (r *remote) Revoke(id core.TransferID) error {
+	_, err := r.ask(order{Method: "Revoke", ID: id})
+	return err
+}
+
+func (r *remote) Write(op core.WriteOp)   { r.order(order{Method: "Write", Op: &op}) }
+func (r *remote) Extend(op core.WriteOp)  { r.order(order{Method: "Extend", Op: &op}) }
+func (r *remote) Stop(id core.TransferID) { r.order(order{Method: "Stop", ID: id}) }
 
 // Close closes the transport and ends the process, which must not complain: the race
 // detector's word is its exit status.

@@ -14,8 +14,8 @@ func revokeBefore(t *testing.T, f Fixture) {
 	blocks := [][]core.BlockID{sequence(0, 100)}
 	p.paint(1, blocks)
 	grant := d.expect("t", p, blocks)
-	d.tr.Revoke("t")
-	d.tr.Revoke("t")
+	d.revoke("t")
+	d.revoke("t")
 	p.write("t", d, grant, blocks, blocks)
 	if o := p.sink.Wait("written", "t", 1); o.Err == nil {
 		t.Errorf("a write to a revoked grant ended well: %+v", o)
@@ -29,7 +29,7 @@ func revokeDuring(t *testing.T, f Fixture) {
 	told := 0
 	inMidst(t, f,
 		func(p, d *endpoint) {
-			d.tr.Revoke("t")
+			d.revoke("t")
 			frozen = d.snapshot()
 			told = len(d.sink.All("received", "t"))
 		},
@@ -54,7 +54,7 @@ func revokeAfter(t *testing.T, f Fixture) {
 	p.paint(1, src)
 	p.write("t", d, d.expect("t", p, dst), src, dst)
 	well(t, "t", p, d, d.layout.Bytes(dst))
-	d.tr.Revoke("t")
+	d.revoke("t")
 	d.check(t, delivery{transfer: 1, blocks: dst})
 	noReceived(t, d, "t", 1)
 }
@@ -83,7 +83,7 @@ func revokeRaces(t *testing.T, f Fixture) {
 		}
 		for at := usual * time.Duration(i) * 3 / 2 / time.Duration(rounds); time.Since(start) < at; runtime.Gosched() {
 		}
-		d.tr.Revoke(id)
+		d.revoke(id)
 		n := len(d.sink.All("received", id))
 		frozen := d.snapshot()
 		p.sink.Wait("written", id, 1)
@@ -118,7 +118,7 @@ func revokeLeavesOthers(t *testing.T, f Fixture) {
 	p.write("cut", d, g1, one, one)
 	p.write("kept", d, g2, two, two)
 	d.landed(one)
-	d.tr.Revoke("cut")
+	d.revoke("cut")
 	p.sink.Wait("written", "cut", 1)
 	well(t, "kept", p, d, d.layout.Bytes(two))
 	d.check(t, delivery{transfer: 1, blocks: one, part: true}, delivery{transfer: 2, blocks: two})

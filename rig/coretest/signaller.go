@@ -304,14 +304,14 @@ func (s *Signaller) Dismiss(peer core.AgentID) {
 }
 
 // Revoke implements core.Transport.
-func (s *Signaller) Revoke(id core.TransferID) {
+func (s *Signaller) Revoke(id core.TransferID) error {
 	s.net.mu.Lock()
 	f := s.net.revoking
 	s.net.mu.Unlock()
 	if f != nil {
 		f(id)
 	}
-	s.transport.Revoke(id)
+	return s.transport.Revoke(id)
 }
 
 // Close implements core.Transport.

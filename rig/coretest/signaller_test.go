@@ -57,7 +57,7 @@ func TestSignallerCutAndMended(t *testing.T) {
 	if o := p.sink.Wait("written", "u", 1); !errors.Is(o.Err, core.ErrConnectionLost) {
 		t.Errorf("a write over a way that is cut: %v", o.Err)
 	}
-	d.tr.Revoke("u")
+	d.revoke("u")
 	n.Mend(p.id, d.id)
 	if err := s.Usable(ctx, p.id); err != nil {
 		t.Fatal(err)

@@ -216,7 +216,7 @@ func (t *transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Seg
 	return bytes.Clone(e.grant), nil
 }
 
-func (t *transport) Revoke(id core.TransferID) {
+func (t *transport) Revoke(id core.TransferID) error {
 	t.mu.Lock()
 	e := t.expected[id]
 	t.mu.Unlock()
@@ -226,6 +226,7 @@ func (t *transport) Revoke(id core.TransferID) {
 		e.fence.Unlock()
 		t.forget(e)
 	}
+	return nil
 }
 
 func (t *transport) forget(e *expect) {

@@ -17,7 +17,7 @@ func TestGate(t *testing.T) {
 		name string
 		cut  func(p, d *endpoint)
 	}{
-		{"revoke", func(p, d *endpoint) { d.tr.Revoke("t") }},
+		{"revoke", func(p, d *endpoint) { d.revoke("t") }},
 		{"stop", func(p, d *endpoint) { p.tr.Stop("t") }},
 		{"receiver closes", func(p, d *endpoint) { d.close() }},
 	} {
