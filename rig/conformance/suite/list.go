@@ -23,7 +23,7 @@ var onTheDouble = []doubleOnly{
 		"TestSticky", "TestLateFailure", "TestFailedCopy"}},
 	{"cuda/closing_test.go", "streams and operations that are held until the test lets them go", []string{
 		"TestClosingBounds", "TestCloseBesideACall", "TestCloseEndsFences", "TestBegunAfterClose", "TestCloseWhileCopying", "TestCloseBound", "TestCloseWhenNothingIsTakenBack",
-		"TestCloseBesideAMoment"}},
+		"TestCloseBesideAMoment", "TestFlushOfAStuckDevice"}},
 	{"rdma/gpu_moving_test.go", "writes of a card that are seen late", []string{"TestGPUParts", "TestGPUFlush", "TestGPURevoke"}},
 	{"rdma/gpu_mapped_test.go", "a look at memory from the card's side too", []string{"TestGPUMapped"}},
 	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPURenewed", "TestGPURenewedAtP"}},
