@@ -307,7 +307,9 @@ func FuzzRequest(f *testing.F) {
 			bound = 9 << 20
 		}
 		var rep *wire.Reply
-		alloctest.Bound(t, bound, func() { rep = b.handle(&link{kind: clusterLink}, "B", &nats.Msg{Subject: subject("A", "B"), Data: data}) })
+		alloctest.Bound(t, bound, func() {
+			rep = b.handle(&link{endpoint: endpoint{kind: clusterLink}}, "B", &nats.Msg{Subject: subject("A", "B"), Data: data})
+		})
 		req := new(wire.Request)
 		if valid := wire.Decode(data, req) == nil && req.Kind != wire.KindJoin; called != valid || rep == nil || !valid && rep.Code != int(core.Refused) {
 			t.Fatalf("%x: handler called %v, reply %+v", data, called, rep)
