@@ -147,6 +147,60 @@ def test_engine_of_both_roles_that_takes_part_serves_prompts_of_its_own(make: An
     assert counted(engine) == {"below_threshold": [1, 30]}
 
 
+def test_requests_whose_loads_fail_have_named_a_transfer(make: Any) -> None:
+    """They fail too, and so are in no step of vLLM's. While one is under way, nothing is said."""
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    for _ in range(3):
+        ends(engine, engine.add(50, None))
+        clock.now += 40.0
+        request = engine.add(100, decode_kv())
+        engine.step()
+        engine.step(received={request.request_id}, failed={request.request_id})
+        ends(engine, request)
+    clock.now += 40.0
+    waits = engine.add(100, decode_kv())
+    engine.step()
+    for _ in range(2):
+        own = engine.add(50, None)
+        engine.run(lambda own=own: engine.finished(own))
+        clock.now += 61.0
+    assert counted(engine) == {}
+    engine.step(received={waits.request_id}, failed={waits.request_id})
+    ends(engine, engine.add(50, None))
+    assert counted(engine) == {"nothing_moved": [3, 150]}
+
+
+def test_one_prompt_of_its_own_is_not_counted_while_it_generates(make: Any) -> None:
+    """Only a further prompt shows that nobody names a transfer."""
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    request = engine.add(50, None, max_tokens=8)
+    engine.step()
+    clock.now += 1000.0
+    ends(engine, request)
+    assert counted(engine) == {}
+
+
+@pytest.mark.parametrize("kv", [decode_kv, prefill_kv])
+def test_engine_of_both_roles_that_has_moved_something_is_not_warned_of(make: Any, kv: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    request = engine.add(100, kv(), max_tokens=1)
+    engine.step()
+    if kv is decode_kv:
+        engine.step(received={request.request_id})
+    engine.run(lambda: engine.finished(request))
+    if kv is prefill_kv:
+        engine.step()
+        engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+    for _ in range(2):
+        ends(engine, engine.add(50, None))
+        clock.now += 60.0
+    assert counted(engine) == {"nothing_moved": [2, 100]} and "this engine computed prompts" not in caplog.text
+
+
 @pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_load_that_failed(make: Any, policy: str, hybrid: bool) -> None:
