@@ -37,7 +37,7 @@ def alone(command: str, environment: str) -> str:
     _can_run(environment, ())
     program, *arguments = shlex.split(command)
     assert program == "make", command
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVCONN_", "MAKE", "MFLAGS"))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVCONN_", "MAKE", "MFLAGS", "PYTHONPATH"))}
     would = subprocess.run([program, "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
     if builds := re.findall(r"^.*(?:go build|-m venv|/pip ).*$", would, re.M):
         told = f"NOT RUN: {command} would first do: {'; '.join(builds)}"

@@ -41,10 +41,16 @@ else
   # The digest lists these lines. A test that is skipped is not in it.
   other="this environment is $(dirname "$(dirname "$vllm_python")"), and not $1, into which the check installs it"
   not_run e2e/test_from_pages.py "$other"
+  not_run e2e/test_readme.py "$other"
   "$vllm_python" -c 'import importlib.util as u; exit(u.find_spec("smg") is None)' || not_run "test_smg of e2e/test_kinds.py" "$other"
   prefix=$("$vllm_python" -c 'import sys; print(sys.prefix)')
   [[ -d ${KVCONN_E2E_DYNAMO:-$prefix-dynamo}/dynamo ]] || not_run e2e/test_dynamo.py "$other"
   [[ -d ${KVCONN_E2E_SMG_SERVICER:-$prefix-smg-servicer}/smg_grpc_servicer ]] || not_run e2e/test_smg_servicer.py "$other"
+fi
+if ((ours)) && [[ $(realpath "$1") != "$(realpath .venv-vllm)" ]]; then
+  other="this environment is $1, and the pages' commands name .venv-vllm"
+  not_run e2e/test_from_pages.py "$other"
+  not_run e2e/test_readme.py "$other"
 fi
 # The tests of device memory run on the CUDA driver double. Where it cannot be built, they are not run and say so.
 scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,17 @@ def counted(engine: Engine) -> dict[str, list[int]]:
     engine.ours.get_kv_connector_stats()
     counts, engine.told = engine.told.data["computed"], KVConnStats()
     return counts
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What computed.py logs, whatever vLLM does with the loggers above."""
+    ours = logging.getLogger("kvconn.vllm")
+    propagates, ours.propagate = ours.propagate, False
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+    ours.propagate = propagates
 
 
 class Clock:
@@ -111,7 +123,7 @@ def test_prompts_that_prefill_is_there_for_are_not_counted(make: Any) -> None:
     assert counted(engine) == {}
 
 
-def test_pair_of_both_roles_that_moves_nothing(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_pair_of_both_roles_that_moves_nothing(make: Any, log: pytest.LogCaptureFixture) -> None:
     """As NIXL's documentation configures it, behind a router that is not for pairs: nobody names a transfer for a minute."""
     engine, clock = make("kv_both"), Clock()
     engine.ours._sched.computed = Computed("kv_both", clock)
@@ -120,16 +132,16 @@ def test_pair_of_both_roles_that_moves_nothing(make: Any, caplog: pytest.LogCapt
     clock.now += 59.9
     ends(engine, engine.add(50, None))
     said = "this engine computed prompts"
-    assert counted(engine) == {} and said not in caplog.text
+    assert counted(engine) == {} and said not in log.text
     clock.now += 0.1
     last = engine.add(30, None)
     ends(engine, last)
     assert counted(engine) == {"nothing_moved": [3, 230]}
-    (line,) = [message for message in caplog.messages if said in message]
+    (line,) = [message for message in log.messages if said in message]
     assert f"{REASONS['nothing_moved']} (3 prompts, 230 tokens); the last one is request {last.request_id}." in line
     ends(engine, engine.add(20, None))
     assert counted(engine) == {"nothing_moved": [1, 20]}
-    assert sum(said in message for message in caplog.messages) == 1, "at most one each half minute"
+    assert sum(said in message for message in log.messages) == 1, "at most one each half minute"
 
 
 def test_engine_of_both_roles_that_takes_part_serves_prompts_of_its_own(make: Any) -> None:
@@ -145,6 +157,60 @@ def test_engine_of_both_roles_that_takes_part_serves_prompts_of_its_own(make: An
         clock.now += 59.0
     ends(engine, engine.add(30, {"kvconn_alone": True}))
     assert counted(engine) == {"below_threshold": [1, 30]}
+
+
+def test_requests_whose_loads_fail_have_named_a_transfer(make: Any) -> None:
+    """They fail too, and so are in no step of vLLM's. While one is under way, nothing is said."""
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    for _ in range(3):
+        ends(engine, engine.add(50, None))
+        clock.now += 40.0
+        request = engine.add(100, decode_kv())
+        engine.step()
+        engine.step(received={request.request_id}, failed={request.request_id})
+        ends(engine, request)
+    clock.now += 40.0
+    waits = engine.add(100, decode_kv())
+    engine.step()
+    for _ in range(2):
+        own = engine.add(50, None)
+        engine.run(lambda own=own: engine.finished(own))
+        clock.now += 61.0
+    assert counted(engine) == {}
+    engine.step(received={waits.request_id}, failed={waits.request_id})
+    ends(engine, engine.add(50, None))
+    assert counted(engine) == {"nothing_moved": [3, 150]}
+
+
+def test_one_prompt_of_its_own_is_not_counted_while_it_generates(make: Any) -> None:
+    """Only a further prompt shows that nobody names a transfer."""
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    request = engine.add(50, None, max_tokens=8)
+    engine.step()
+    clock.now += 1000.0
+    ends(engine, request)
+    assert counted(engine) == {}
+
+
+@pytest.mark.parametrize("kv", [decode_kv, prefill_kv])
+def test_engine_of_both_roles_that_has_moved_something_is_not_warned_of(make: Any, kv: Any, log: pytest.LogCaptureFixture) -> None:
+    engine, clock = make("kv_both"), Clock()
+    engine.ours._sched.computed = Computed("kv_both", clock)
+    request = engine.add(100, kv(), max_tokens=1)
+    engine.step()
+    if kv is decode_kv:
+        engine.step(received={request.request_id})
+    engine.run(lambda: engine.finished(request))
+    if kv is prefill_kv:
+        engine.step()
+        engine.step(sent={request.request_id})
+    engine.nothing_is_left()
+    for _ in range(2):
+        ends(engine, engine.add(50, None))
+        clock.now += 60.0
+    assert counted(engine) == {"nothing_moved": [2, 100]} and "this engine computed prompts" not in log.text
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "two groups"])
@@ -251,7 +317,7 @@ def test_what_another_connector_loaded_is_not_counted(make: Any) -> None:
     engine.abort(request)
 
 
-def test_the_log_says_it_at_once_and_then_each_half_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_it_at_once_and_then_each_half_minute(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     computed = Computed("kv_consumer", clock)
 
@@ -263,10 +329,10 @@ def test_the_log_says_it_at_once_and_then_each_half_minute(caplog: pytest.LogCap
         return record.req_id
 
     first = comes(State.ASIDE)
-    (line,) = caplog.messages
+    (line,) = log.messages
     assert f"{REASONS['no_transfer']} (1 prompts, 50 tokens); the last one is request {first}." in line
     assert line.endswith("0 prompts were loaded")
-    caplog.clear()
+    log.clear()
     for _ in range(1000):
         comes(State.ASIDE)
     comes(State.SETTLED)
@@ -274,11 +340,11 @@ def test_the_log_says_it_at_once_and_then_each_half_minute(caplog: pytest.LogCap
     comes(State.SETTLED, there=49)  # it was in decode's own cache
     clock.now += 29.9
     comes(State.ASIDE)
-    assert not caplog.messages
+    assert not log.messages
     clock.now += 0.1
     comes(State.ASIDE)
-    (line,) = caplog.messages
+    (line,) = log.messages
     assert "(1002 prompts, 50100 tokens)" in line and f"{REASONS['not_taken']} (1 prompts, 50 tokens)" in line
     assert line.endswith("1 prompts were loaded")
-    assert caplog.records[0].levelno == logging.WARNING
+    assert log.records[0].levelno == logging.WARNING
     assert computed.take() == {"no_transfer": [1003, 50150], "not_taken": [1, 50]}

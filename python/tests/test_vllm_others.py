@@ -69,8 +69,25 @@ def test_keys(extra: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def test_decode_has_no_port() -> None:
-    found = understood(OWN, {"bootstrap_server_address": "10.0.0.1:8998"}, "decode")
-    assert found.settings == {} and "is not used: a decode engine has no such port" in found.remarks[0]
+    for address in ("10.0.0.1:8998", 8998):
+        found = understood(OWN, {"bootstrap_server_address": address}, "decode")
+        assert found.settings == {} and "is not used: a decode engine has no such port" in found.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "value"),
+    [
+        ("MooncakeConnector", "VLLM_MOONCAKE_BOOTSTRAP_PORT", "tcp://10.0.0.9:8998"),  # of a Kubernetes Service
+        (OWN, "VLLM_MOONCAKE_BOOTSTRAP_PORT", "tcp://10.0.0.9:8998"),
+        ("NixlConnector", "VLLM_NIXL_SIDE_CHANNEL_PORT", "0"),
+    ],
+)
+def test_decode_reads_no_port(name: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    found = understood(name, {}, "decode")
+    assert found.settings == {} and found.remarks[-1] == f"{variable} is not used: a decode engine has no such port"
+    with pytest.raises(ValueError, match="a port from 1 to 65535 was expected"):
+        understood(name, {}, "prefill")
 
 
 @pytest.mark.parametrize(
@@ -94,14 +111,10 @@ def test_wrong_values_are_named(extra: dict[str, Any], says: str) -> None:
 
 
 def test_engine_id_that_no_router_is_told() -> None:
-    """Prefill would be looked for under another id. Nobody looks for decode, so it is said once."""
-    for role in ("prefill", "both"):
-        with pytest.raises(ValueError, match="engine_id is 'p1': routers are told the engine_id that stands beside kv_connector"):
-            understood(OWN, {"engine_id": "p1"}, role)
-    assert understood(OWN, {"engine_id": "d1"}, "decode") == (
-        {},
-        ["kv_connector_extra_config: engine_id is not used: nobody looks for a decode engine"],
-    )
+    """The agent has vLLM's own."""
+    said = ["kv_connector_extra_config: engine_id is not used: engine_id beside kv_connector counts"]
+    for role in ("prefill", "both", "decode"):
+        assert understood(OWN, {"engine_id": "p1"}, role) == ({}, said)
 
 
 def test_variables_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,22 +170,55 @@ def test_wrong_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         understood("MooncakeConnector", {}, "prefill")
 
 
+@pytest.mark.parametrize(
+    ("value", "lease"), [(" 480 ", 480), ("+480", 480), ("86400", 3600), ("0", None), ("-1", None), ("soon", None), ("4.5", None)]
+)
+def test_time_of_older_vllms_ends_no_start(value: str, lease: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's is of vLLMs of today, which start with any whole number, and with nothing else."""
+    variable = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", value)
+    why = f"{variable} is not used: its value is no number of seconds above 0"
+    found = understood("NixlConnector", {}, "decode")
+    assert found.settings == ({} if lease is None else {"lease_s": lease})
+    assert found.remarks[1:] == [f"{variable} is taken as lease_s = {lease}" if lease else why]
+    given = understood("NixlConnector", {"lease_s": 20}, "decode")
+    assert given.settings == {"lease_s": 20}
+    assert given.remarks[1:] == [f"{variable} is not used: lease_s is given" if lease else why]
+    if value not in ("soon", "4.5"):
+        assert understood("MooncakeConnector", {}, "decode").settings == found.settings
+
+
 def test_variables_of_mooncakes_library(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to = {"MC_FORCE_TCP": "0", "MC_TCP_BIND_ADDRESS": "10.0.0.8", "MC_GID_INDEX": "3", "MC_IB_TC": "104"}
     for variable, value in set_to.items():
         monkeypatch.setenv(variable, value)
-    means = {"transport": "tcp", "advertise_host": "10.0.0.8", "rdma_gid_index": 3, "rdma_traffic_class": 104}
+    means = {"transport": "tcp", "rdma_gid_index": 3, "rdma_traffic_class": 104}
     found = understood("MooncakeConnector", {}, "prefill")
     assert found.settings == means
     assert [remark.partition(" ")[0] for remark in found.remarks[1:]] == ["MC_TCP_BIND_ADDRESS", "MC_FORCE_TCP", "MC_GID_INDEX", "MC_IB_TC"]
+    assert found.remarks[1] == "MC_TCP_BIND_ADDRESS is not used: vLLM's connector for Mooncake does not use it: see advertise_host"
     kvconn.Agent({"engine_id": "e", "role": "prefill", "bootstrap_port": 0, **means}).close()
     assert understood("MooncakeConnector", {"transport": "auto"}, "prefill").settings == {**means, "transport": "auto"}
     assert understood("NixlConnector", {}, "decode").settings == understood(OWN, {}, "prefill").settings == {}
-    monkeypatch.setenv("MC_IB_TC", "-1")  # its default
-    assert understood("MooncakeConnector", {}, "prefill").settings.keys() == means.keys() - {"rdma_traffic_class"}
-    monkeypatch.setenv("MC_GID_INDEX", "first")
-    with pytest.raises(ValueError, match="MC_GID_INDEX is 'first': a number from 0 to 255 was expected"):
-        understood("MooncakeConnector", {}, "prefill")
+    monkeypatch.setenv("MC_FORCE_TCP", "")  # set to nothing, it counts
+    assert understood("MooncakeConnector", {}, "prefill").settings == means
+    monkeypatch.delenv("MC_FORCE_TCP")
+    monkeypatch.setenv("MC_IB_TC", "")  # this one does not
+    assert understood("MooncakeConnector", {}, "prefill").settings == {"rdma_gid_index": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [("+3", 3), (" 3", 3), ("0", 0), ("255", 255), ("256", None), ("300", None), ("-1", None), ("first", None)]
+)
+@pytest.mark.parametrize(("variable", "ours"), [("MC_GID_INDEX", "rdma_gid_index"), ("MC_IB_TC", "rdma_traffic_class")])
+def test_number_that_is_none_is_not_used(variable: str, ours: str, value: str, number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    found = understood("MooncakeConnector", {}, "decode")
+    assert found.settings == ({} if number is None else {ours: number})
+    taken = f"taken as {ours} = {number}"
+    said = "not used: its value is no number from 0 to 255, so none is forced" if number is None else taken
+    assert found.remarks[1:] == [f"{variable} is {said}"]
 
 
 def test_variables_that_mean_nothing_are_said_once_by_name_and_without_their_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .params import Refused
-from .records import ASIDE, SETTLED, Record
+from .records import ASIDE, CLAIMED, LOADING, SETTLED, TO_LOAD, Record
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -41,6 +41,8 @@ _SILENT = (SHORT, SIBLING, PREEMPTED)
 # A load leaves the last token to be computed.
 _LEFT = 1
 _EVERY_S = 30.0
+# What is under way to be loaded.
+_ON_ITS_WAY = (TO_LOAD, CLAIMED, LOADING)
 # An engine of both roles serves prompts of its own too. But if nothing else comes for so long, its pair moves nothing.
 _WITHOUT_S = 60.0
 
@@ -54,9 +56,15 @@ class Computed:
         self._loaded = 0  # prompts, since the last line
         self._said = -_EVERY_S
         # Both roles, since a request last named a transfer: when the first one came that named none; prompts and tokens of these
-        # that are not counted yet; the last of them.
+        # that are not counted yet.
         self._alone: float | None = None
-        self._own, self._last = [0, 0], ""
+        self._own = [0, 0]
+        # A load has ended well, or an offer has ended, here: the router names transfers, and whoever names none may mean it.
+        self.moved = False
+
+    def named(self) -> None:
+        """A request has come that names a transfer."""
+        self._alone, self._own = None, [0, 0]
 
     def step(self, output: Any, records: Mapping[str, Record]) -> None:
         """Looks at the requests that come into the batch with a step. output is vLLM's SchedulerOutput."""
@@ -65,27 +73,30 @@ class Computed:
                 record.preempted = True
         for new in output.scheduled_new_reqs:
             if (record := records.get(new.req_id)) is not None:
-                self._begins(record, new.num_computed_tokens)
+                self._begins(record, new.num_computed_tokens, records)
         cached = output.scheduled_cached_reqs
         for req_id in cached.resumed_req_ids:
             if (record := records.get(req_id)) is not None:
-                self._begins(record, cached.num_computed_tokens[cached.req_ids.index(req_id)])
-        if self._own[0] and self._alone is not None and self._clock() - self._alone >= _WITHOUT_S:
-            (prompts, tokens), self._own = self._own, [0, 0]
-            self._add(NOTHING_MOVED, prompts, tokens, self._last)
+                self._begins(record, cached.num_computed_tokens[cached.req_ids.index(req_id)], records)
 
-    def _begins(self, record: Record, there: int) -> None:
+    def _begins(self, record: Record, there: int, records: Mapping[str, Record]) -> None:
         reason, again = self._reason(record), record.preempted
         record.preempted = False
         tokens = record.tokens - there
         if record.state is not ASIDE:
-            self._alone, self._own = None, [0, 0]
+            self.named()
         if reason and tokens > _LEFT:
             if reason is not NOTHING_MOVED:
                 self._add(reason, 1, tokens, record.req_id)
                 return
-            self._alone = self._clock() if self._alone is None else self._alone
-            self._own, self._last = [self._own[0] + 1, self._own[1] + tokens], record.req_id
+            now = self._clock()
+            self._alone = now if self._alone is None else self._alone
+            prompts, tokens = self._own[0] + 1, self._own[1] + tokens
+            if now - self._alone < _WITHOUT_S or any(each.state in _ON_ITS_WAY for each in records.values()):
+                self._own = [prompts, tokens]
+                return
+            self._own = [0, 0]
+            self._add(NOTHING_MOVED, prompts, tokens, record.req_id)
         elif record.loaded and not again:
             self._loaded += 1
 
@@ -105,11 +116,12 @@ class Computed:
         return ""
 
     def _add(self, reason: str, prompts: int, tokens: int, req_id: str) -> None:
-        for counts in (self._new, self._unsaid) if reason not in _SILENT else (self._new,):
+        silent = reason in _SILENT or (reason is NOTHING_MOVED and self.moved)
+        for counts in (self._new,) if silent else (self._new, self._unsaid):
             count = counts.setdefault(reason, [0, 0])
             count[0] += prompts
             count[1] += tokens
-        if reason in _SILENT:
+        if silent:
             return
         now = self._clock()
         if now - self._said < _EVERY_S:

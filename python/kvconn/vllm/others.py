@@ -17,6 +17,8 @@ PORT = "KVCONN_BOOTSTRAP_PORT"
 _ANY_HOST = ("", "0.0.0.0", "::")
 _LEASE_MOST = 3600  # seconds: the agent's bound
 _NO_STORE = "kvconn has no store"
+_NO_SECONDS = "its value is no number of seconds above 0"
+_NO_BYTE = "its value is no number from 0 to 255, so none is forced"
 _NIXL_PORT = 5600  # where vLLM's NIXL connector listens by default, and what firewalls of its deployments let through
 
 
@@ -37,6 +39,7 @@ class _Variable(NamedTuple):
     names: tuple[str, ...]  # of connectors: it counts under these
     ours: Callable[[str], dict[str, Any]] | None
     why: str
+    empty: bool = False  # whether it counts if it is set to nothing
 
 
 def _lease(value: Any) -> dict[str, Any]:
@@ -76,19 +79,31 @@ def _host(text: str) -> dict[str, Any]:
     return {} if text in _ANY_HOST else {"advertise_host": text}
 
 
+def _whole(text: str) -> int | None:
+    """A whole number, as vLLM reads one: with a sign, and blanks around it. None: it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
 def _seconds(text: str) -> dict[str, Any]:
-    if not text.isdigit() or not int(text):
+    if (seconds := _whole(text)) is None:
         raise ValueError("a number of seconds was expected")
-    return _lease(int(text))
+    return _lease(seconds) if seconds > 0 else {}
+
+
+def _forgotten_seconds(text: str) -> dict[str, Any]:
+    """Of a variable that newer vLLMs do not read, so that a value that is no number ends no start."""
+    return {} if _whole(text) is None else _seconds(text)
 
 
 def _byte(key: str) -> Callable[[str], dict[str, Any]]:
-    """A number from 0 to 255. Mooncake takes one below 0 as none."""
+    """A number from 0 to 255. Mooncake starts with any other value, and does not use it."""
 
     def ours(text: str) -> dict[str, Any]:
-        if not text.removeprefix("-").isdigit() or int(text) > 255:
-            raise ValueError("a number from 0 to 255 was expected")
-        return {key: int(text)} if int(text) >= 0 else {}
+        number = _whole(text)
+        return {key: number} if number is not None and 0 <= number <= 255 else {}
 
     return ours
 
@@ -115,9 +130,9 @@ _WORDS = {
 _VARIABLES = {
     "VLLM_NIXL_SIDE_CHANNEL_PORT": _Variable(NIXL, _port, ""),
     "VLLM_NIXL_SIDE_CHANNEL_HOST": _Variable(NIXL, _host, "its value is no address to tell peers, and kvconn finds one"),
-    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": _Variable(NIXL, _seconds, ""),  # of vLLMs before kv_lease_duration
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": _Variable(NIXL, _forgotten_seconds, _NO_SECONDS),  # of vLLMs before kv_lease_duration
     "VLLM_MOONCAKE_BOOTSTRAP_PORT": _Variable((*MOONCAKE, OWN), _port, ""),
-    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": _Variable(MOONCAKE, _seconds, ""),
+    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": _Variable(MOONCAKE, _seconds, _NO_SECONDS),
     "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": _Variable(MOONCAKE, None, "see connect_timeout_s and peer_timeout_s"),
     "VLLM_MOONCAKE_STORE_TIER_LOG": _Variable(MOONCAKE, None, _NO_STORE),
     "VLLM_MOONCAKE_LOAD_RECV_THREADS": _Variable(MOONCAKE, None, _NO_STORE),
@@ -125,17 +140,17 @@ _VARIABLES = {
     "MOONCAKE_PREFERRED_SEGMENT": _Variable(MOONCAKE, None, _NO_STORE),
     "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": _Variable(MOONCAKE, None, _NO_STORE),
     # Mooncake's own library reads these.
-    "MC_TCP_BIND_ADDRESS": _Variable(MOONCAKE, _host, "its value is no address to tell peers, and kvconn finds one"),
-    "MC_FORCE_TCP": _Variable(MOONCAKE, lambda text: {"transport": "tcp"}, ""),  # whatever its value
-    "MC_GID_INDEX": _Variable(MOONCAKE, _byte("rdma_gid_index"), "its value means that none is forced"),
-    "MC_IB_TC": _Variable(MOONCAKE, _byte("rdma_traffic_class"), "its value means that none is forced"),
+    "MC_TCP_BIND_ADDRESS": _Variable(MOONCAKE, None, "vLLM's connector for Mooncake does not use it: see advertise_host"),
+    "MC_FORCE_TCP": _Variable(MOONCAKE, lambda text: {"transport": "tcp"}, "", empty=True),  # whatever its value
+    "MC_GID_INDEX": _Variable(MOONCAKE, _byte("rdma_gid_index"), _NO_BYTE),
+    "MC_IB_TC": _Variable(MOONCAKE, _byte("rdma_traffic_class"), _NO_BYTE),
 }
 # Further ones: their libraries have many.
 _PREFIXES = {
     **dict.fromkeys(NIXL, ("VLLM_NIXL_", "NIXL_", "UCX_")),
     **dict.fromkeys(MOONCAKE, ("VLLM_MOONCAKE_", "MOONCAKE_", "MC_", "WITH_NVIDIA_PEERMEM")),
 }
-_OF_PORTS = ("bootstrap_port", "bootstrap_join")  # which prefill engines have
+_OF_PORTS = (_port, _server)  # which prefill engines have
 
 
 def understood(name: str, extra: Mapping[str, Any], role: str) -> Understood:
@@ -146,21 +161,23 @@ def understood(name: str, extra: Mapping[str, Any], role: str) -> Understood:
     remarks = [] if name == OWN else [f"kvconn serves as {name}"]
     found = {key: value for key, value in extra.items() if key not in _WORDS}  # what is there already goes before what comes
     if "engine_id" in found:
-        remarks += _engine_id(found.pop("engine_id"), role)
+        del found["engine_id"]  # the agent has vLLM's own, which routers are told
+        remarks.append("kv_connector_extra_config: engine_id is not used: engine_id beside kv_connector counts")
 
     def take(what: str, word: _Word | _Variable, value: Any) -> None:
+        if role == "decode" and word.ours in _OF_PORTS:  # whatever the value is
+            remarks.append(f"{what} is not used: a decode engine has no such port")
+            return
         try:
-            settings, why = word.ours(value) if word.ours else {}, word.why
+            settings = word.ours(value) if word.ours else {}
         except ValueError as error:
             raise ValueError(f"{what} is {value!r}: {error}") from None
-        if role == "decode" and not settings.keys().isdisjoint(_OF_PORTS):
-            settings, why = {}, "a decode engine has no such port"
         used = {ours: said for ours, said in settings.items() if ours not in found}
         found.update(used)
         if used:
             remarks.append(f"{what} is taken as {', '.join(f'{ours} = {said!r}' for ours, said in used.items())}")
         else:
-            remarks.append(f"{what} is not used: {', '.join(settings) + ' is given' if settings else why}")
+            remarks.append(f"{what} is not used: {', '.join(settings) + ' is given' if settings else word.why}")
 
     for key, value in extra.items():
         if word := _WORDS.get(key):
@@ -171,20 +188,11 @@ def understood(name: str, extra: Mapping[str, Any], role: str) -> Understood:
         except ValueError as error:
             raise ValueError(f"{PORT} is {text!r}: {error}") from None
     for variable, word in _VARIABLES.items():
-        if name in word.names and (text := os.environ.get(variable)):
+        text = os.environ.get(variable)
+        if name in word.names and (text or (word.empty and text is not None)):
             take(variable, word, text)
     if more := sorted(each for each in os.environ if each.startswith(_PREFIXES.get(name, ())) and each not in _VARIABLES):
         remarks.append(f"{', '.join(more)}: not used, since kvconn has transports of its own")
     if name in NIXL and role != "decode":
         found.setdefault("bootstrap_port", _NIXL_PORT)
     return Understood(found, remarks)
-
-
-def _engine_id(value: Any, role: str) -> list[str]:
-    """Routers are told vLLM's own key of this name."""
-    if role != "decode":
-        raise ValueError(
-            f"kv_connector_extra_config: engine_id is {value!r}: routers are told the engine_id that stands beside kv_connector, "
-            "so set it there"
-        )
-    return ["kv_connector_extra_config: engine_id is not used: nobody looks for a decode engine"]

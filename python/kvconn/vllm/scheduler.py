@@ -99,6 +99,8 @@ class SchedulerSide:
             asked = request.kv_transfer_params
             record.short = state is ASIDE and isinstance(asked, Mapping) and asked.get(_params.ALONE) is True
             self._requests.add(record)
+            if state is not ASIDE:
+                self.computed.named()
         return record
 
     def _judge(self, req_id: str, request: Any) -> tuple[Params, State, bool]:
@@ -325,6 +327,7 @@ class SchedulerSide:
             record = self._requests.get(req_id)
             if record is not None and record.state is OFFERED:
                 self._requests.forget(record)
+                self.computed.moved = True
         for req_id in received or ():
             record = self._requests.get(req_id)
             if record is None:
@@ -334,6 +337,7 @@ class SchedulerSide:
             elif record.state in (LOADING, FAILING):
                 record.failed = record.state is FAILING or (failed is not None and req_id in failed)
                 record.loaded = not record.failed
+                self.computed.moved |= record.loaded
                 self._requests.move(record, SETTLED)
 
     # -- steps ------------------------------------------------------------------------------------------------------
