@@ -85,11 +85,13 @@ func (v *asked) before(earlier *asked) bool {
 func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
 	queue, bytes, of := q.queue, q.bytes, q.of
 	for len(queue) >= maxLongs || len(queue) > 0 && bytes+size > maxLongBytes {
-		gives, ok := greediest(of, 1)
+		gives, _ := greediest(of, 1) // somebody waits
 		if of[gives].bytes <= of[owner].bytes+size {
-			if gives, ok = greediest(of, 2); !ok || of[owner].requests > 0 {
+			two, has := greediest(of, 2)
+			if !has || of[owner].requests > 0 {
 				return 0, false
 			}
+			gives = two
 		}
 		if dropped == 0 {
 			queue, of = slices.Clone(queue), maps.Clone(of)
