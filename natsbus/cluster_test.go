@@ -242,30 +242,31 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 	}
 }
 
-// A newcomer finds an engine by any replica of the registry: it asks nothing that
-// only a leader answers, which it may not here.
+// A newcomer finds the engine of an nkey by any replica of the registry: it asks nothing that
+// only a leader answers, which it may not here. Of other engines it asks for the stream's settings.
 func TestNewcomerAsksNoLeader(t *testing.T) {
 	leaktest.Check(t)
 	pSeed, pKey := newNKey(t)
 	dSeed, dKey := newNKey(t)
 	conf := filepath.Join(t.TempDir(), "nats.conf")
-	users := fmt.Sprintf("authorization { users: [ { nkey: %s }, { nkey: %s, permissions: { publish: [\"kvconn.v1.agent.*.*\", \"$JS.API.DIRECT.GET.KV_kvconn_ranks.>\"] } } ] }\n", pKey, dKey)
+	users := fmt.Sprintf("authorization { users: [ { nkey: %s }, { nkey: %s, permissions: { publish: [\"kvconn.v1.agent.*.*.*\", \"$JS.API.DIRECT.GET.KV_kvconn_ranks.>\"] } } ] }\n", pKey, dKey)
 	if err := os.WriteFile(conf, []byte(users), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	c := nettest.NewNATS(t, "-c", conf)
 	decode := newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Seed: dSeed})
 	serve(decode)
-	target := core.Target{EngineID: "e"}
+	up := user{pSeed, pKey}
+	target := core.Target{EngineID: up.engine("e")}
 	_, _, err := decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // no registry yet
 	mustBe(t, err, core.ErrUnreachable)
-	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL(), Seed: pSeed})
+	prefill := newBus(t, Options{Identity: up.named(t, "NP"), ClusterURL: c.URL(), Seed: pSeed})
 	serve(prefill)
-	register(t, prefill, "e")
-	if a, _, err := decode.Lookup(ctxOf(t, within), target); err != nil || nick(a.ID) != "P" {
+	register(t, prefill, up.engine("e"))
+	if a, _, err := decode.Lookup(ctxOf(t, within), target); err != nil || nick(a.ID) != "NP" {
 		t.Fatalf("%+v, %v", a, err)
 	}
-	ask(t, decode, "", "P", "P via : hello D")
+	ask(t, decode, "", "NP", "NP via : hello D")
 	closeBus(t, prefill)
 	_, _, err = decode.Lookup(ctxOf(t, 500*time.Millisecond), target) // whether an entry has ended, only the leader can tell
 	mustBe(t, err, core.ErrUnreachable)

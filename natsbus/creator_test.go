@@ -169,3 +169,60 @@ func TestRegistryChangedLater(t *testing.T) {
 		said(st.says)
 	}
 }
+
+// TestEntryOfATransform: a prefill engine's user that may write its own entries only creates the registry first, so that the stream keeps
+// them as those of another engine, whose engine_id begins with no nkey. Decode engines do not take them. They take that engine's own
+// entry once the stream is right.
+func TestEntryOfATransform(t *testing.T) {
+	leaktest.Check(t)
+	operator, evil, ud := newUser(t), newUser(t), newUser(t)
+	file := nettest.ClusterOf(t, []string{evil.key}, []string{ud.key})
+	operated(t, file, operator)
+	c := nettest.NewNATS(t, "-c", file)
+	nc := intruder(t, c.URL(), evil)
+	ok := func(m *nats.Msg, err error) {
+		t.Helper()
+		if err != nil || strings.Contains(string(m.Data), `"error"`) {
+			t.Fatalf("the attack itself has failed: %+v, %v", m, err)
+		}
+	}
+	ok(nc.RequestWithContext(ctxOf(t, within), "$JS.API.STREAM.CREATE."+stream, fmt.Appendf(nil,
+		`{"name":%q,"storage":"memory","max_msgs_per_subject":1,"allow_direct":true,"allow_msg_ttl":true,"num_replicas":1,"subjects":["$KV.kvconn_ranks.>"],"subject_transform":{"src":"$KV.kvconn_ranks.%s.>","dest":"$KV.kvconn_ranks.>"}}`, stream, evil.key)))
+	value, err := agent(string(evil.named(t, "TE").ID()), "sglang-dp0").MarshalMsg(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key := rankKey("sglang-dp0", 0, 0)
+	ok(nc.RequestWithContext(ctxOf(t, within), subtree+evil.key+"."+strings.TrimPrefix(key, subtree), value))
+	decode := newBus(t, Options{Identity: ud.named(t, "TD"), ClusterURL: c.URL(), Seed: ud.seed, JSPrefix: registryPrefix})
+	if got := entryOf(t, decode, key); !strings.HasPrefix(got, "TE as ") {
+		t.Fatalf("the attack itself has failed: the stream keeps %s", got)
+	}
+	for _, engine := range []string{"sglang-dp0", ""} {
+		if a, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: engine}); err == nil || !strings.Contains(err.Error(), "subject_transform") {
+			t.Errorf("engine %q is %+v, %v", engine, a, err)
+		}
+	}
+	js, err := jetstream.New(intruder(t, c.URL(), operator))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := js.DeleteStream(ctxOf(t, within), stream); err != nil {
+		t.Fatal(err)
+	}
+	rankStream(t, intruder(t, c.URL(), operator))
+	if _, err := js.Publish(ctxOf(t, within), key, value); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if a, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: "sglang-dp0"}); err != nil || nick(a.ID) != "TE" {
+			t.Errorf("in the right stream it is %+v, %v", a, err)
+		}
+	}
+	l := decode.homeLink()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.right != l.session {
+		t.Error("the stream's settings are looked at for each look-up")
+	}
+}

@@ -153,6 +153,15 @@ func TestEntriesOfAStranger(t *testing.T) {
 		}
 		finds(decode, engine, engine)
 	}
+	// nkeys takes this for a public nkey: its first byte and its sum are right, and it has one byte of a key.
+	for _, e := range strangeEntries(t) {
+		e.put(t, js, subtree+"UAAABHF5.e.0.0")
+	}
+	if _, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{}); !errors.Is(err, ErrAmbiguous) {
+		t.Errorf("beside the entry of a short key any engine is %v", err)
+	}
+	_, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{EngineID: "absent"})
+	mustBe(t, err, core.ErrNotRegistered)
 }
 
 // TestEntryOfAnotherVersion: an entry that is older than its owner's is written over too, whatever

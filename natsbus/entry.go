@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
-	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
@@ -87,9 +86,9 @@ func attest(header nats.Header, data []byte, key string) (ended time.Time, err e
 	if owner == "" {
 		return time.Time{}, nil
 	}
-	public, err := nkeys.Decode(nkeys.PrefixByteUser, []byte(owner))
-	if err != nil {
-		return strange("is of a key that cannot be read: %w", err)
+	public := publicOf(owner)
+	if len(public) != ed25519.PublicKeySize {
+		return strange("is of no key")
 	}
 	signature, err := base64.RawURLEncoding.DecodeString(header.Get(signatureHeader))
 	if !fault.On("bus-entry-unsigned") && (err != nil || !ed25519.Verify(public, entryText(key, header, data), signature)) {

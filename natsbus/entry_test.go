@@ -179,6 +179,9 @@ func TestEngineOwners(t *testing.T) {
 		{"x" + u.key, ""},
 		{u.key[:55] + "1", ""},
 		{strings.ToLower(u.key), ""},
+		{"UAAABHF5", ""}, // nkeys takes this for a key, and passes over line ends
+		{"UAAABHF5" + strings.Repeat("\n", nkeyChars-len("UAAABHF5")), ""},
+		{u.key[:20] + "\n" + u.key[20:], ""},
 	} {
 		got := clusterKey(c.engine, 1, 2)
 		if c.key == "" {
@@ -228,6 +231,18 @@ func TestFreeIDsAreOne(t *testing.T) {
 	}
 	if dropped, _ := q.put(askedFor(other.ID(), 2)); dropped != 1 || q.of[ownerOf(other.ID())].requests != 1 || len(q.of) != 2 {
 		t.Errorf("beside free ids a key's request: %d dropped, %v", dropped, q.of)
+	}
+	q = newLongs(time.Hour, keyed.ownerIn)
+	const mib = maxLongBytes / 16
+	q.put(askedFor("free", 3*mib)) // free ids have the most bytes, but no two requests
+	for range 6 {
+		key := keyedIdentity(t).ID()
+		q.put(askedFor(key, mib))
+		q.put(askedFor(key, mib))
+	}
+	newcomer := keyedIdentity(t).ID()
+	if dropped, _ := q.put(askedFor(newcomer, 4*mib)); dropped != 3 || q.of[ownerOf(newcomer)].requests != 1 {
+		t.Errorf("a key of which nothing waits: %d dropped, %v", dropped, q.of)
 	}
 	for _, c := range []struct {
 		self, one, two *Identity

@@ -37,6 +37,7 @@ var defects = []faulttest.Defect{
 	{"seal-signs-all", "TestServersNonce"},
 	// A registry that is changed later is found out as one that was made so.
 	{"bus-registry-unwatched", "TestRegistryChangedLater"},
+	{"bus-registry-believed", "TestEntryOfATransform"},
 	// An entry of an nkey's engine is the key's, and ends. Ids of no key are one account to who has one.
 	{"bus-entry-unsigned", "TestEntryOfAnotherEngine"},
 	{"bus-entry-endless", "TestEntriesEnd"},

@@ -90,7 +90,7 @@ func (i *Identity) ownerIn(id core.AgentID) string {
 	return ownerOf(id)
 }
 
-const freeIDs = "" // the owner of all
+const freeIDs = keyMark // the owner of all; no id is that
 
 // nkey is the key with which an agent's id begins; "" if it begins with none.
 func (i *Identity) nkey() string {

@@ -90,7 +90,8 @@ type link struct {
 	idle    *time.Timer   // runs while not connected
 	deaf    chan struct{} // closed when no request comes in any more; nil if none ever did
 	sub     *nats.Subscription
-	writing *writing // nil: no entry
+	writing *writing        // nil: no entry
+	right   context.Context // the session in which the registry's stream was found right
 }
 
 // linkKind is where a link leads.

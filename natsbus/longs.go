@@ -85,11 +85,13 @@ func (v *asked) before(earlier *asked) bool {
 func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
 	queue, bytes, of := q.queue, q.bytes, q.of
 	for len(queue) >= maxLongs || len(queue) > 0 && bytes+size > maxLongBytes {
-		gives := greediest(of, 1)
+		gives, _ := greediest(of, 1) // somebody waits
 		if of[gives].bytes <= of[owner].bytes+size {
-			if gives = greediest(of, 2); gives == "" || of[owner].requests > 0 {
+			two, has := greediest(of, 2)
+			if !has || of[owner].requests > 0 {
 				return 0, false
 			}
+			gives = two
 		}
 		if dropped == 0 {
 			queue, of = slices.Clone(queue), maps.Clone(of)
@@ -103,14 +105,14 @@ func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
 	return dropped, true
 }
 
-// greediest is the owner with the most bytes, of those with so many requests; empty if there is none. Of equals it is the first by name.
-func greediest(of map[string]waiting, requests int) (owner string) {
+// greediest is the owner with the most bytes, of those with so many requests, if there is one. Of equals it is the first by name.
+func greediest(of map[string]waiting, requests int) (owner string, ok bool) {
 	for o, s := range of {
-		if most := of[owner].bytes; s.requests >= requests && (s.bytes > most || s.bytes == most && o < owner) {
-			owner = o
+		if most := of[owner].bytes; s.requests >= requests && (!ok || s.bytes > most || s.bytes == most && o < owner) {
+			owner, ok = o, true
 		}
 	}
-	return owner
+	return owner, ok
 }
 
 // newest is the place of an owner's newest request; -1 if it has none.

@@ -58,10 +58,34 @@ func (l *link) find(ctx, session context.Context, t core.Target) (*wire.Agent, e
 	ctx, cancel := during(ctx, session)
 	defer cancel()
 	a, err := l.findIn(ctx, t)
+	if err == nil {
+		err = l.mayBelieve(ctx, session, a)
+	}
 	if err == nil || errors.Is(err, core.ErrNotRegistered) || errors.Is(err, ErrAmbiguous) {
 		return a, err
 	}
 	return nil, l.failure(session, err)
+}
+
+// mayBelieve looks at the stream's settings, once in a session: whoever may create the stream could have it keep his entry as that of
+// another engine. The entry of an nkey's engine is signed, so that it can be believed while no leader tells the settings.
+func (l *link) mayBelieve(ctx, session context.Context, a *wire.Agent) error {
+	if owner, _ := engineOwner(a.EngineID); l.kind != clusterLink || owner != "" || fault.On("bus-registry-believed") {
+		return nil
+	}
+	l.mu.Lock()
+	right := l.right == session
+	l.mu.Unlock()
+	if right {
+		return nil
+	}
+	if err := l.checkRegistry(ctx); err != nil {
+		return fmt.Errorf("engine %.300q is not believed, since its engine_id begins with no nkey: %w", a.EngineID, err)
+	}
+	l.mu.Lock()
+	l.right = session
+	l.mu.Unlock()
+	return nil
 }
 
 func (l *link) findIn(ctx context.Context, t core.Target) (*wire.Agent, error) {

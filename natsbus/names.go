@@ -1,6 +1,7 @@
 package natsbus
 
 import (
+	"crypto/ed25519"
 	"crypto/rand"
 	"encoding/base32"
 	"encoding/base64"
@@ -138,7 +139,7 @@ func clusterKey(engine string, tp, pp int) string {
 // engineOwner is the nkey with which an engine id begins, and the rest of the id; no owner if it begins with none. In a cluster
 // such an id is of that nkey's user.
 func engineOwner(engine string) (owner, rest string) {
-	if len(engine) < nkeyChars || !nkeys.IsValidPublicUserKey(engine[:nkeyChars]) {
+	if len(engine) < nkeyChars || publicOf(engine[:nkeyChars]) == nil {
 		return "", engine
 	}
 	return engine[:nkeyChars], engine[nkeyChars:]
@@ -146,10 +147,23 @@ func engineOwner(engine string) (owner, rest string) {
 
 const nkeyChars = 56 // of a public nkey
 
+// publicOf is the ed25519 key of a public nkey of a user; nil if that is none. nkeys itself does not ask for the length, and passes
+// over line ends.
+func publicOf(nkey string) ed25519.PublicKey {
+	if len(nkey) != nkeyChars {
+		return nil
+	}
+	public, err := nkeys.Decode(nkeys.PrefixByteUser, []byte(nkey))
+	if err != nil || len(public) != ed25519.PublicKeySize {
+		return nil
+	}
+	return public
+}
+
 // keyOwner is the nkey that a key of a cluster's registry names; "" if it names none.
 func keyOwner(key string) string {
 	owner, _, _ := strings.Cut(strings.TrimPrefix(key, subtree), ".")
-	if !nkeys.IsValidPublicUserKey(owner) {
+	if publicOf(owner) == nil {
 		return ""
 	}
 	return owner

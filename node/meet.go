@@ -61,7 +61,11 @@ func (f *finder) resolve(r core.Resolve) {
 		if r.Part {
 			find = f.findRank
 		}
-		found, err := find(r.From)
+		var found []core.FoundPart
+		_, err := safe.Try("lookup", func() (err error) { // also a look-up that panics ends the loads that wait for it
+			found, err = find(r.From)
+			return err
+		})
 		if err != nil {
 			f.log.Warn("prefill agent not found", zap.String("bootstrap", r.From.Bootstrap), zap.String("engine_id", r.From.EngineID), zap.Error(err))
 			found = nil
@@ -169,13 +173,16 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 		wg.Add(1)
 		safe.Go("meet", func() {
 			defer wg.Done()
-			p, info, err := f.find(ctx, to, met)
-			if errs[i] = err; err != nil {
-				return
-			}
-			found[i] = core.FoundPart{From: to, Share: m.Share, Peer: p.id, Opened: p.opened}
-			sources[i] = core.Source{Name: m.Rank.String(), Shapes: shapes(info)}
-			sums[i] = sumOf(info.Shapes, true)
+			_, errs[i] = safe.Try("meet", func() error {
+				p, info, err := f.find(ctx, to, met)
+				if err != nil {
+					return err
+				}
+				found[i] = core.FoundPart{From: to, Share: m.Share, Peer: p.id, Opened: p.opened}
+				sources[i] = core.Source{Name: m.Rank.String(), Shapes: shapes(info)}
+				sums[i] = sumOf(info.Shapes, true)
+				return nil
+			})
 		})
 	}
 	wg.Wait()
