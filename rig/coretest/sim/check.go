@@ -137,11 +137,16 @@ func (a *agent) expectProbe(d *agent) {
 		if !kept(part) || w.reused[base(part)] || w.shared[base(part)] {
 			continue
 		}
-		a.after(bound, func() {
-			if kept(part) && a.host.disturbed <= since {
+		var look func()
+		look = func() {
+			switch {
+			case a.resuming: // it has ended some, and is to go on
+				a.after(core.TickInterval, look)
+			case kept(part) && a.host.disturbed <= since:
 				w.fault(base(part), "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, part)
 			}
-		})
+		}
+		a.after(bound, look)
 	}
 }
 

@@ -27,6 +27,7 @@ type node struct {
 	asked      map[core.TransferID]uint64     // seq of the newest load
 	anew       map[string]bool                // P's words upon which a load began anew
 	loaded     map[core.TransferID]bool       // of which a load has come
+	resuming   bool                           // the machine is to be told Resume
 	heard      map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
 }
 
@@ -97,7 +98,10 @@ func (a *agent) perform(act core.Action) {
 	case core.StopWrite:
 		a.stopWrite(v.ID)
 	case core.Yield:
-		a.after(a.resumeAfter(), func() { a.event(core.Resume{}, "resume") })
+		a.after(a.resumeAfter(), func() {
+			a.resuming = false
+			a.event(core.Resume{}, "resume")
+		})
 	default:
 		a.w.fault("", "%s: unknown action %T", a.id, act)
 	}
