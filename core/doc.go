@@ -112,7 +112,8 @@
 //	relocating  Resolved                         void
 //	relocating  LoadRequest                      -           Resolve
 //	relocating  Cancel Close                     -
-//	relocating  Resolved ResolvedParts           -           Report?
+//	relocating  ResolvedParts                    -           Report?
+//	relocating  Resolved                         -           Report? SendFinish?
 //	relocating  Tick PartFails                   -           Report?
 //	void        LoadRequest                      -           Resolve?
 //	void        Cancel Close Tick                -

@@ -7,7 +7,8 @@ import (
 )
 
 // What a peer says, or the time, may bring thousands of offers to their ends. A step ends Options.Ends of them, or the shares of one
-// transfer more. Then it wants to Yield, and is told Resume, so that its user can let the engine's calls in between.
+// transfer more. Then it wants to Yield, and is told Resume, so that its user can let the engine's calls in between. A moment that fails, or
+// does not pass in time, ends all that wait for it in one step: the engine itself has had them wait.
 
 // enough says whether this step has ended as many offers as it may.
 func (m *Machine) enough() bool {
@@ -25,6 +26,7 @@ func (m *Machine) yield() {
 // stepResume goes on with what earlier steps have left. To the halves it is what brought that about.
 func (m *Machine) stepResume(now time.Time) {
 	m.yielded = false
+	m.noticePause(now) // before anything counts as late: a process that was stopped may resume before its first tick
 	for _, rest := range []struct {
 		of string
 		do func(time.Time)

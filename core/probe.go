@@ -13,7 +13,8 @@ type probe struct {
 	since  time.Time // when its connections broke, or it was heard of
 	absent int       // ticks, in a row, in which nobody listened as it: answers that say so, and those that pass meanwhile
 	asking bool
-	gone   bool // it is, and its offers end
+	gone   bool     // it is, and its offers end
+	rest   []*offer // when it is gone: those of its offers that are to end. Others are of an agent that has come back
 }
 
 func (m *Machine) stepPeerDown(now time.Time, id AgentID) {
@@ -69,6 +70,9 @@ func (m *Machine) stepProbeReplied(now time.Time, e ProbeReplied) {
 			return
 		}
 		p.gone = true
+		for _, tid := range m.offersOf(e.Peer) {
+			p.rest = append(p.rest, m.offers[tid])
+		}
 		m.endGone(now)
 	case e.Err != nil:
 		p.absent = 0 // somebody listens, most likely
@@ -80,15 +84,20 @@ func (m *Machine) stepProbeReplied(now time.Time, e ProbeReplied) {
 // endGone ends the offers of the D agents that are gone, as many as a step may.
 func (m *Machine) endGone(now time.Time) {
 	for _, id := range sortedKeys(m.probes) {
-		if p := m.probes[id]; p == nil || !p.gone {
+		p := m.probes[id]
+		if p == nil || !p.gone {
 			continue
 		}
-		for _, tid := range m.offersOf(id) {
+		for ; len(p.rest) > 0; p.rest = p.rest[1:] {
+			of := p.rest[0]
+			if m.offers[of.id] != of || of.peer != id { // it has ended meanwhile, or waits for another agent
+				continue
+			}
 			if m.enough() {
 				m.yield()
 				return
 			}
-			m.endOffer(now, m.offers[tid], ending{PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+			m.endOffer(now, of, ending{PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
 			m.settle(now)
 		}
 		delete(m.probes, id)

@@ -279,7 +279,7 @@ func (a *Agent) use(layout *core.Layout, t *transports) error {
 func (c *Config) machineOptions() core.Options {
 	return core.Options{Lease: time.Duration(c.Lease), PeerTimeout: time.Duration(c.PeerTimeout), EarlyLoad: time.Duration(c.EarlyLoad),
 		MomentTimeout: time.Duration(c.MomentTimeout), Claim: time.Duration(c.Claim), Load: time.Duration(c.Load), Offer: time.Duration(c.Offer),
-		MaxTransfers: c.MaxTransfers, ReportDemands: c.ReportDemands, ReportClaims: c.ReportClaims}
+		MaxTransfers: c.MaxTransfers, Ends: core.Defaults.Ends, ReportDemands: c.ReportDemands, ReportClaims: c.ReportClaims}
 }
 
 // described gives a server its answers' content; nil while no KV caches are

@@ -16,10 +16,6 @@ import (
 // has by default itself.
 func TestDefaultsOfTheParts(t *testing.T) {
 	c := DefaultConfig()
-	machine := core.Options{
-		Lease: time.Duration(c.Lease), PeerTimeout: time.Duration(c.PeerTimeout), EarlyLoad: time.Duration(c.EarlyLoad), Claim: time.Duration(c.Claim),
-		Load: time.Duration(c.Load), Offer: time.Duration(c.Offer), MomentTimeout: time.Duration(c.MomentTimeout), MaxTransfers: c.MaxTransfers,
-	}
 	verbs := c.RDMA()
 	verbs.Fallback = false // by the key transport, see fallsBack
 	gpu := c.deviceOptions()
@@ -28,7 +24,7 @@ func TestDefaultsOfTheParts(t *testing.T) {
 		name      string
 		here, its any
 	}{
-		{"core", machine, core.Defaults},
+		{"core", c.machineOptions(), core.Defaults},
 		{"rdma", verbs, rdma.DefaultConfig()},
 		{"cuda", gpu, cuda.Options{RingBytes: cuda.DefaultRingBytes, SlotBytes: cuda.DefaultSlotBytes, StallTimeout: core.DefaultStallTimeout}},
 		{"tcp", c.TCPStreams, tcp.DefaultStreams},

@@ -123,8 +123,7 @@ func (a *agent) expectProbe(d *agent) {
 		return // its leases have ended, or are about to
 	}
 	kept := func(part core.TransferID) bool {
-		state := a.m.StateOf(core.SideOffer, part)
-		return state == "ready" || state == "partial" || state == "sending"
+		return slices.Contains([]string{"ready", "partial", "sending"}, a.m.StateOf(core.SideOffer, part))
 	}
 	parts := d.promisedBy(a)
 	for part, p := range d.claims {
@@ -137,11 +136,15 @@ func (a *agent) expectProbe(d *agent) {
 		if !kept(part) || w.reused[base(part)] || w.shared[base(part)] {
 			continue
 		}
-		a.after(bound, func() {
-			if kept(part) && a.host.disturbed <= since {
+		var look func()
+		look = func() {
+			if a.resuming { // it has ended some, and is to go on
+				a.after(core.TickInterval, look)
+			} else if kept(part) && a.host.disturbed <= since {
 				w.fault(base(part), "%s: %v after the connections to %s, which is dead, broke, the offer of %q is still under way", a.id, w.now-since, d.id, part)
 			}
-		})
+		}
+		a.after(bound, look)
 	}
 }
 

@@ -10,7 +10,7 @@ import (
 const mostShares = 8
 
 // watchEnds looks at what a step ends, and returns the look that follows it: of what peers say, and the time, a step ends a bounded
-// number of offers. Nobody is told that a claim has given way: its D asks again.
+// number of offers. A moment that does not pass in time ends all that wait for it. Nobody is told that a claim has given way: its D asks again.
 func (a *agent) watchEnds(e core.Event) func(actions []core.Action) {
 	bounded := false
 	switch v := e.(type) {
@@ -20,9 +20,9 @@ func (a *agent) watchEnds(e core.Event) func(actions []core.Action) {
 	case core.RenewMessage, core.FinishMessage, core.ProbeReplied, core.Tick, core.Resume:
 		bounded = true
 	}
-	before := a.m.Sizes().Offers
+	before, byMoments := a.m.Sizes().Offers, a.w.byMoments
 	return func(actions []core.Action) {
-		if n := before - a.m.Sizes().Offers; bounded && n > a.w.plan.opt.Ends+mostShares {
+		if n := before - a.m.Sizes().Offers - (a.w.byMoments - byMoments); bounded && n > a.w.plan.opt.Ends+mostShares {
 			a.w.fault("", "%s: a step of %T ends %d offers, at most %d and the shares of one transfer are allowed", a.id, e, n, a.w.plan.opt.Ends)
 		}
 		for _, act := range actions {

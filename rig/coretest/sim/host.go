@@ -183,6 +183,8 @@ func (a *agent) collect(actions []core.Action) {
 			continue
 		}
 		switch v := act.(type) {
+		case core.Yield:
+			a.resuming = true
 		case core.Resolve:
 			a.asked[v.ID] = v.Seq
 		case core.Expect:

@@ -27,6 +27,7 @@ type node struct {
 	asked      map[core.TransferID]uint64     // seq of the newest load
 	anew       map[string]bool                // P's words upon which a load began anew
 	loaded     map[core.TransferID]bool       // of which a load has come
+	resuming   bool                           // the machine is to be told Resume
 	heard      map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
 }
 
@@ -97,10 +98,21 @@ func (a *agent) perform(act core.Action) {
 	case core.StopWrite:
 		a.stopWrite(v.ID)
 	case core.Yield:
-		a.event(core.Resume{}, "resume")
+		a.after(a.resumeAfter(), func() {
+			a.resuming = false
+			a.event(core.Resume{}, "resume")
+		})
 	default:
 		a.w.fault("", "%s: unknown action %T", a.id, act)
 	}
+}
+
+// resumeAfter is mostly nothing, sometimes so long that ticks and messages come before, and that the process is stopped meanwhile.
+func (a *agent) resumeAfter() time.Duration {
+	if a.w.yielding.IntN(3) > 0 {
+		return 0
+	}
+	return time.Duration(a.w.yielding.Int64N(int64(3 * core.TickInterval)))
 }
 
 // do runs the calls that wait for a peer, each peer apart and a bounded number at a time.

@@ -89,7 +89,7 @@ func (w *world) newPlan() plan {
 			EarlyLoad:    2 * time.Second,
 			Claim:        10 * time.Second,
 			MaxTransfers: []int{4, 16, 64}[w.rnd.IntN(3)],
-			Ends:         []int{1, 2, 16}[w.seed%3],
+			Ends:         []int{1, 2, 16}[w.seed/3%3],
 		},
 	}
 	p.opt.ReportClaims = w.seed%7 < 4 // whatever else the seed brings

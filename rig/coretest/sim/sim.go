@@ -136,6 +136,8 @@ type world struct {
 	sleeping     *rand.Rand // of engines that sleep, and of ways that are not there
 	pulling      *rand.Rand // which worlds pull
 	looking      *rand.Rand // how long looks at memory take
+	yielding     *rand.Rand // when a machine is told Resume
+	byMoments    int        // offers that moments have ended which failed or did not pass in time
 	cancelledAtP map[core.TransferID]time.Duration
 	cancelledAtD map[core.TransferID]time.Duration // after P's answer
 
@@ -173,13 +175,18 @@ func (q *eventQueue) Pop() any {
 }
 
 func newWorld(seed uint64, words *Words) *world {
-	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), timing: rand.New(rand.NewPCG(seed, 5)), hostility: rand.New(rand.NewPCG(seed, 6)), cutting: rand.New(rand.NewPCG(seed, 7)), sleeping: rand.New(rand.NewPCG(seed, 8)), pulling: rand.New(rand.NewPCG(seed, 9)), looking: rand.New(rand.NewPCG(seed, 10)), prompts: map[core.TransferID]prompts{},
+	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), timing: rand.New(rand.NewPCG(seed, 5)), hostility: rand.New(rand.NewPCG(seed, 6)), cutting: rand.New(rand.NewPCG(seed, 7)), sleeping: rand.New(rand.NewPCG(seed, 8)), pulling: rand.New(rand.NewPCG(seed, 9)), looking: rand.New(rand.NewPCG(seed, 10)), yielding: rand.New(rand.NewPCG(seed, 11)), prompts: map[core.TransferID]prompts{},
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
 		matches: map[way]*core.Match{}, changes: map[core.Transition]int{},
 		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, engines: map[core.Target]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
-	w.plan.opt.OnTransition = func(t core.Transition) { w.changes[t]++ }
+	w.plan.opt.OnTransition = func(t core.Transition) {
+		w.changes[t]++
+		if t.Half == "offer" && t.Event == "MomentFailed" && t.To == "-" {
+			w.byMoments++
+		}
+	}
 	return w
 }
 
