@@ -64,6 +64,7 @@ func (b *bodies) admit(r *http.Request, body *heldBody, underWay, most int) (*he
 		body.head -= taken
 	}
 	h.count(requestMemory + h.head)
+	b.admitted += h.bytes
 	b.clients[h.from].requests++
 	return h, nil
 }
@@ -74,6 +75,7 @@ func (h *heldBody) leave() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.clients[h.from].requests--
+	b.admitted -= h.bytes
 	h.count(-h.bytes)
 }
 

@@ -19,8 +19,8 @@ func requestOf(address string, header int) *http.Request {
 	return r
 }
 
-// TestManyRequestsAtOnce: at its defaults the router has room for 1,000 prompts of 12 KB at once, from one address. Beside them it has
-// room for some requests from another one.
+// TestManyRequestsAtOnce: at its defaults the router has room for 1,000 prompts of 12 KB with headers of 1 KB at once, from one
+// address. Beside them it has room for some requests from another one.
 func TestManyRequestsAtOnce(t *testing.T) {
 	cfg := DefaultConfig()
 	p := &Proxy{cfg: cfg, places: make(chan struct{}, cfg.MaxRequests)}
@@ -28,7 +28,7 @@ func TestManyRequestsAtOnce(t *testing.T) {
 	text := bytes.Repeat([]byte("x"), 12_000)
 	var ends []func()
 	comes := func(address string, length int64) string {
-		r := requestOf(address, 200)
+		r := requestOf(address, 1000)
 		h, err := p.bodies.beginRequest(&cutClient{}, r)
 		ends = append(ends, func() { h.end(0) })
 		if err == nil {
@@ -68,6 +68,56 @@ func TestManyRequestsAtOnce(t *testing.T) {
 		t.Errorf("%d bytes are counted in the end, of %v, for %d requests", b.held(), b.clients, len(p.places))
 	}
 }
+
+// TestLongPromptsBesideStreams: the places and headers of one client's requests keep no long prompts of another address out, as
+// long as there is room for them at all.
+func TestLongPromptsBesideStreams(t *testing.T) {
+	for _, c := range []struct {
+		header int // of each of the streams
+		length int64
+	}{{200, 2 << 20}, {4 << 10, 2 << 20}, {4 << 10, 100_000}} {
+		cfg := DefaultConfig()
+		p := &Proxy{cfg: cfg, places: make(chan struct{}, cfg.MaxRequests)}
+		p.bodies.init(cfg)
+		var ends []func()
+		for i := range 880 {
+			place, reason := p.begin(requestOf(fmt.Sprintf("10.0.0.1:%d", i), c.header), nil)
+			if place == nil {
+				t.Fatalf("stream %d: %s", i, reason)
+			}
+			ends = append(ends, place.done)
+		}
+		for i := range 4 {
+			r := requestOf("10.0.0.2:1", 200)
+			h, err := p.bodies.beginRequest(&cutClient{}, r)
+			ends = append(ends, func() { h.end(0) })
+			if err == nil {
+				_, err = h.readAll(io.LimitReader(zeros{}, c.length), c.length)
+			}
+			if err != nil {
+				t.Errorf("prompt %d of %d bytes beside streams with headers of %d: %v", i, c.length, c.header, err)
+				continue
+			}
+			place, reason := p.begin(r, h)
+			if place == nil {
+				t.Errorf("prompt %d of %d bytes is not let in: %s", i, c.length, reason)
+				continue
+			}
+			ends = append(ends, place.done)
+		}
+		for _, end := range ends {
+			end()
+		}
+		if b := &p.bodies; b.held() != 0 || b.admitted != 0 {
+			t.Errorf("%d bytes are counted in the end, %d of requests under way", b.held(), b.admitted)
+		}
+	}
+}
+
+// zeros is text without an end.
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
 
 // TestRequestsCount: a request under way counts with its header until its end, and a header once.
 func TestRequestsCount(t *testing.T) {

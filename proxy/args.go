@@ -77,7 +77,7 @@ func Options() []Option {
 			func(c *Config, a *arg) error { c.FallbackDecode = true; return a.alone() }},
 		{"--decode-below", "BYTES", "", "A request whose body is smaller goes to a decode server alone, which computes the prompt itself. Not with `sglang`.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<40, func(n int64) { c.DecodeBelow = n }) }},
-		{"--max-requests", "N", count(d.MaxRequests), "Requests in flight; further ones get a 503. The last sixty-fourth is for clients that have fewer of them.",
+		{"--max-requests", "N", count(d.MaxRequests), "Requests in flight; further ones get a 503. The last sixty-fourth is for clients that have fewer of them. As many need " + strconv.FormatInt(memoryFor(1), 10) + " bytes each of `--body-memory`: else a warning at the start names the value.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<20, func(n int64) { c.MaxRequests = int(n) }) }},
 		{"--max-body", "BYTES", strconv.FormatInt(d.MaxBody, 10), "The longest body of a request; a longer one gets a 413.",
 			func(c *Config, a *arg) error { return a.number(1, 1<<40, func(n int64) { c.MaxBody = n }) }},

@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// A body is small, medium or large by what it holds. The last part of the memory is for small and medium ones, the last
-// half of that for small ones: they are served beside large ones that fill the rest.
+// A body is small, medium or large by what it holds. Of the memory that requests under way leave to bodies the last part is for
+// small and medium ones, the last half of that for small ones: they are served beside large ones that fill the rest.
 const (
 	smallBody  = 64 << 10
 	mediumBody = 1 << 20
@@ -57,6 +57,7 @@ type bodies struct {
 
 	mu       sync.Mutex
 	bytes    int64     // of requests
+	admitted int64     // of bytes, what requests take that are under way, without their bodies
 	answered int64     // of answers
 	arriving list.List // of *heldBody that take more than firstChunk, in the order in which they came there
 	clients  map[string]*share
@@ -118,7 +119,7 @@ func clientOf(address string) string {
 // beginAnswer begins an answer.
 func (b *bodies) beginAnswer() *heldBody { return &heldBody{of: b, answer: true, refs: 1} }
 
-// limit is what all may take when a body of a size takes more.
+// limit is what all bodies may take when one of a size takes more.
 func (b *bodies) limit(size int64) int64 {
 	switch {
 	case size > mediumBody:
@@ -171,10 +172,12 @@ func (h *heldBody) take(n int64) error {
 // room has bodies give way that are slow, or of clients that take too much, until n bytes more find room in the limit for a
 // size. mu is held.
 func (h *heldBody) room(n, size int64) error {
-	b, most := h.of, h.of.limit(size)
+	b, most := h.of, h.of.most
 	if b.share(h.from).bytes+n > b.newcomers {
-		most = min(most, b.most-b.newcomers)
+		most -= b.newcomers
 	}
+	// What requests under way take besides leaves a body's class as it is: many short streams keep no long prompt out.
+	most = min(most, b.limit(size)+b.admitted)
 	if b.bytes+n <= most {
 		return nil
 	}

@@ -22,9 +22,9 @@ type field struct {
 // the last counts, as in the engines' parsers.
 type fields []field
 
-// maxMembers bounds the members of a request's object: each takes 64 bytes beside its text, which may have 5. Engines
-// know about a hundred.
-const maxMembers = 4096
+// maxMembers bounds the members of a request's object: each takes 64 bytes beside its text, which may have 5, and up to 48 for
+// its name. Together that is 28 KiB, which requestMemory has room for while engines compute. Engines know about a hundred.
+const maxMembers = 256
 
 // parseFields reads a client's body, which the fields go on to use.
 func parseFields(body []byte) (fields, error) {
@@ -145,19 +145,25 @@ func endOfValue(b []byte, at int) int {
 	}
 }
 
-// longestName is more than any name takes that the router looks for, with each letter escaped.
-const longestName = 256
+// longestName is more than any name takes that the router looks for, and longestText with each letter escaped.
+const (
+	longestName = 42
+	longestText = 2 + 6*longestName
+)
 
-// memberName is the text of a JSON string, or "" of one that is too long to be looked for: it is not copied.
+// memberName is the text of a JSON string, or "" of one that is too long to be looked for: it is not kept.
 func memberName(text []byte) (string, error) {
-	if len(text) > longestName {
+	if len(text) > longestText {
 		return "", nil
 	}
 	if !bytes.ContainsRune(text, '\\') {
-		return string(text[1 : len(text)-1]), nil
+		if text = text[1 : len(text)-1]; len(text) > longestName {
+			return "", nil
+		}
+		return string(text), nil
 	}
 	var name string
-	if err := json.Unmarshal(text, &name); err != nil {
+	if err := json.Unmarshal(text, &name); err != nil || len(name) > longestName {
 		return "", err
 	}
 	return name, nil

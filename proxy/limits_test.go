@@ -5,6 +5,9 @@ import (
 	"runtime/debug"
 	"strings"
 	"testing"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 )
 
 // TestBodyMemorySettings: a budget that cannot work is refused by name.
@@ -30,10 +33,10 @@ func TestBodyMemorySettings(t *testing.T) {
 	}
 }
 
-// TestMemoryBound: at its defaults the router takes 256 MiB at the most, whatever clients do.
+// TestMemoryBound: at its defaults the router's memory grows by 256 MiB at the most, whatever clients do.
 func TestMemoryBound(t *testing.T) {
 	if got := memoryBound(DefaultConfig()); got != 256<<20 {
-		t.Errorf("the router may take %d MiB by its defaults", got>>20)
+		t.Errorf("the router may grow by %d MiB by its defaults", got>>20)
 	}
 	if got := maxConns(DefaultConfig()); got != 2048 {
 		t.Errorf("%d connections", got)
@@ -48,7 +51,7 @@ func TestBoundHeap(t *testing.T) {
 	before := debug.SetMemoryLimit(math.MaxInt64)
 	defer debug.SetMemoryLimit(before)
 	undo := boundHeap(Config{BodyMemory: 1 << 30, MaxBody: 1 << 26, MaxRequests: 4096})
-	const want = 1<<30 + 1<<28 + 1<<26 + 8192*connMemory + otherMemory
+	const want = 1<<30 + 1<<28 + 1<<26 + 8192*connMemory
 	if got := debug.SetMemoryLimit(-1); got != want {
 		t.Errorf("the bound is %d, want %d", got, want)
 	}
@@ -58,5 +61,22 @@ func TestBoundHeap(t *testing.T) {
 	}
 	if undo(); debug.SetMemoryLimit(-1) != math.MaxInt64 {
 		t.Error("the bound is there after the end")
+	}
+}
+
+// TestTightMemory: where there is less memory than the places take, the router says so when it starts, with what would do.
+func TestTightMemory(t *testing.T) {
+	for requests, want := range map[int]string{1024: "", 1171: "raise --body-memory to 153485312", 4096: "raise --body-memory to 536870912"} {
+		cfg := DefaultConfig()
+		core, logged := observer.New(zap.WarnLevel)
+		cfg.MaxRequests, cfg.Prefill, cfg.Decode, cfg.Logger = requests, []Prefill{{URL: "http://127.0.0.1:1"}}, []string{"http://127.0.0.1:2"}, zap.New(core)
+		if err := must(New(cfg)).Close(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		said := logged.Filter(func(e observer.LoggedEntry) bool { return strings.Contains(e.Message, "--max-requests") }).All()
+		if want == "" && len(said) == 0 || want != "" && len(said) == 1 && strings.HasSuffix(said[0].Message, want) {
+			continue
+		}
+		t.Errorf("with --max-requests %d: %v, want %q", requests, said, want)
 	}
 }

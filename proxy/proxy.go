@@ -57,6 +57,10 @@ func New(cfg Config) (*Proxy, error) {
 	}
 	p := &Proxy{cfg: cfg, log: cfg.Logger, client: newClient(nil), bootstraps: newClient(trust), places: make(chan struct{}, cfg.MaxRequests), askTimeout: askTimeout}
 	p.bodies.init(cfg)
+	if cfg.BodyMemory < int64(cfg.MaxRequests)*requestMemory {
+		p.log.Warn(fmt.Sprintf("--body-memory %d has no room for --max-requests %d: requests get a 503 before so many are in flight; raise --body-memory to %d",
+			cfg.BodyMemory, cfg.MaxRequests, memoryFor(cfg.MaxRequests)))
+	}
 	p.uploads.most = max(1, cfg.MaxRequests/4)
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.balancer.policy, p.balancer.fallback = cfg.Balance, cfg.FallbackDecode

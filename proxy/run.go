@@ -34,20 +34,24 @@ const (
 	otherMemory = 32 << 20
 )
 
-// memoryBound is the most memory that the router takes, whatever clients do.
+// memoryBound is by how much the router's memory grows at the most, whatever clients do.
 func memoryBound(cfg Config) int64 {
 	const answers = 4 // a quarter of what requests may take
 	// A text of which the chunks become one is held twice, one at a time.
 	return cfg.BodyMemory + cfg.BodyMemory/answers + cfg.MaxBody + int64(maxConns(cfg))*connMemory + otherMemory
 }
 
+// memoryFor is a --body-memory with room for so many requests and short bodies, as the defaults have.
+func memoryFor(requests int) int64 { return int64(requests) * requestMemory / 7 * 8 }
+
 // boundHeap has Go collect what was let go before there is more of it than of what is held: by itself Go lets a heap
-// double. undo is for the end. A bound that was set already stays, as by GOMEMLIMIT.
+// double. Go passes its bound while it collects, so that otherMemory stays free. undo is for the end. A bound that was set already
+// stays, as by GOMEMLIMIT.
 func boundHeap(cfg Config) (undo func()) {
 	if debug.SetMemoryLimit(-1) != math.MaxInt64 {
 		return func() {}
 	}
-	debug.SetMemoryLimit(memoryBound(cfg))
+	debug.SetMemoryLimit(memoryBound(cfg) - otherMemory)
 	return func() { debug.SetMemoryLimit(math.MaxInt64) }
 }
 

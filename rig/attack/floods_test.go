@@ -152,6 +152,11 @@ func TestRouterFlood(t *testing.T) {
 	long := `{"model":"odd","prompt":"` + strings.Repeat("x", 31<<20) + `"}`
 	modest := `{"model":"odd","stream":true,"prompt":"` + strings.Repeat("x", 512<<10) + `"}`
 	short := `{"model":"odd","stream":true,"prompt":"` + strings.Repeat("x", 8<<10) + `"}`
+	several := strings.Builder{}
+	for i := range 255 { // as many as the router takes, with names as long as it keeps
+		fmt.Fprintf(&several, `,"%042d":1`, i)
+	}
+	many := []string{`{"model":"odd"` + strings.Repeat(`,"":1`, 4090) + "}", `{"model":"odd"` + several.String() + "}"}
 	post := func(body string, most int) func(c net.Conn) {
 		return func(c net.Conn) {
 			fmt.Fprintf(c, "POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n", len(body))
@@ -192,6 +197,11 @@ func TestRouterFlood(t *testing.T) {
 		{"chunked bodies that never end", "2,203 MiB held for 24 of 40 MiB (at fd8c2a0)", 24, hang, chunked, same},
 		{"requests that wait", "all of --max-requests were one client's to take (at 1ada3a7)", 1500, hang, post(short, len(short)), other},
 		{"many streams that wait", "all of --max-requests were one client's to take (at 1ada3a7)", 1500, begun, post(short, len(short)), other},
+		{"many members", "427 MiB held (at b0def7e)", 1500, hang, func(c net.Conn) {
+			for _, body := range many {
+				post(body, len(body))(c)
+			}
+		}, other},
 		{"streams that nobody reads", "133 MiB held for 64, for as long as they last (at fd8c2a0)", 200, endless, post(modest, len(modest)), same},
 		{"bodies that never come", "0 of 25 honest requests well (at 27c5a91), 946 MiB held (at fd8c2a0)", 2200, hang, post(long, 1), same},
 		{"headers of 60 KB", "1,900 MiB held for 9,000", 9000, hang, func(c net.Conn) {
