@@ -168,7 +168,11 @@ func TestRevokesBesideClose(t *testing.T) {
 		}
 		grant := d.expect(t, "t", "p", allBlocks(testBlocks))
 		p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-		<-slots.began
+		select {
+		case <-slots.began:
+		case <-time.After(time.Minute):
+			t.Fatal("no copy has begun")
+		}
 		ended := make(chan error, 2)
 		both := []func(){func() {
 			err := d.Revoke("t")
@@ -194,8 +198,13 @@ func TestRevokesBesideClose(t *testing.T) {
 		slots.over.Store(true)
 		close(slots.ends)
 		for range 2 {
-			if err := <-ended; err != nil {
-				t.Error(err)
+			select {
+			case err := <-ended:
+				if err != nil {
+					t.Error(err)
+				}
+			case <-time.After(time.Minute):
+				t.Fatal("the copies have ended, and the revoke or the close has not")
 			}
 		}
 	}
