@@ -67,7 +67,7 @@ func (d *Device) Flush() error {
 	}
 	if !d.enterStuck() {
 		err := d.over()
-		if errors.Is(err, ErrClosed) {
+		if d.isStuck() || errors.Is(err, ErrClosed) {
 			return fmt.Errorf("%w: %w", err, core.ErrMayLand)
 		}
 		return err // of a device that has failed

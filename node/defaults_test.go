@@ -19,6 +19,7 @@ func TestDefaultsOfTheParts(t *testing.T) {
 	machine := core.Options{
 		Lease: time.Duration(c.Lease), PeerTimeout: time.Duration(c.PeerTimeout), EarlyLoad: time.Duration(c.EarlyLoad), Claim: time.Duration(c.Claim),
 		Load: time.Duration(c.Load), Offer: time.Duration(c.Offer), MomentTimeout: time.Duration(c.MomentTimeout), MaxTransfers: c.MaxTransfers,
+		Ends: core.Defaults.Ends, // no key sets it
 	}
 	verbs := c.RDMA()
 	verbs.Fallback = false // by the key transport, see fallsBack

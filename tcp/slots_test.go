@@ -312,3 +312,29 @@ func TestSlowPeersStarveNobody(t *testing.T) {
 		read += h.length
 	}
 }
+
+// TestStuckTransferHoldsUpNobody: a device does not end the copies of some transfers, and P is dismissed. The transfers beside them are
+// told all the same, though the stuck ones never will be.
+func TestStuckTransferHoldsUpNobody(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{}), newAgent(t, Config{})
+	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
+		t.Fatal(err)
+	}
+	r := &d.receiver
+	for i := range 8 {
+		id := core.TransferID(fmt.Sprint("stuck", i))
+		d.expect(t, id, "p", allBlocks(1))
+		r.mu.Lock()
+		in := r.byID[id]
+		r.mu.Unlock()
+		in.copies.add()
+		r.copyFailed(in, ErrMayCopy)
+		defer in.copies.done()
+	}
+	d.expect(t, "t", "p", allBlocks(1))
+	d.Dismiss("p")
+	if o := d.sink.Wait("received", "t", 1); o.Err == nil {
+		t.Error("it ended well")
+	}
+}
