@@ -80,6 +80,8 @@ func statusOf(err error) C.int32_t {
 	var op *net.OpError
 	var errno syscall.Errno
 	switch {
+	case errors.Is(err, core.ErrMayLand): // whatever else has failed beside
+		return C.KVCONN_ERR_SYSTEM
 	case errors.Is(err, errHandle):
 		return C.KVCONN_ERR_HANDLE
 	case errors.Is(err, errBuffer):
@@ -96,8 +98,7 @@ func statusOf(err error) C.int32_t {
 		return C.KVCONN_ERR_OVERLOAD
 	case errors.Is(err, core.ErrUnreachable), errors.Is(err, core.ErrNotRegistered), errors.As(err, &op):
 		return C.KVCONN_ERR_ADDRESS
-	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport), errors.Is(err, node.ErrStillRead), errors.Is(err, devices.ErrDevice),
-		errors.Is(err, core.ErrMayLand):
+	case errors.As(err, &errno), errors.Is(err, errSystem), errors.Is(err, node.ErrTransport), errors.Is(err, node.ErrStillRead), errors.Is(err, devices.ErrDevice):
 		return C.KVCONN_ERR_SYSTEM
 	}
 	return C.KVCONN_ERR_INTERNAL
@@ -170,6 +171,9 @@ func go_close(h C.kvconn_agent, text **C.char) C.int32_t {
 		forgetDevices(h, a) // before Close frees what their functions use
 		err := a.Close()
 		C.slot_close(h)
+		if errors.Is(err, core.ErrMayLand) { // it says where
+			return err
+		}
 		return cmp.Or(poisoned, err)
 	})
 }

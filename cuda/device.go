@@ -67,6 +67,7 @@ type Device struct {
 	left    chan struct{} // closed when the device is closed and none of them is left
 	closed  atomic.Bool
 	failure atomic.Pointer[error] // for good
+	flushes chan struct{}         // holds one while a flush of a stuck device is under way
 	stuck   chan struct{}         // closed when the failure is that copies do not end: they may yet land
 	stalled sync.Once
 	closing sync.Once
@@ -118,7 +119,7 @@ func Open(ordinal int, o Options) (*Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}, stuck: make(chan struct{}), left: make(chan struct{})}
+	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}, stuck: make(chan struct{}), flushes: make(chan struct{}, 1), left: make(chan struct{})}
 	d.known.Store(&[]mapping{})
 	d.foreign.Store(&[]mapping{})
 	return d, nil

@@ -6,6 +6,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
@@ -56,6 +57,7 @@ func (d *Device) Flushable() error {
 // When Flush has returned, all that a card had written to the device's memory before the call is seen
 // by work that is launched later. A device that orders such writes by itself needs nothing. Flush also works on a device that does
 // not end a copy: a card's bytes may be on their way to blocks that are given back. There it takes at most CloseTimeout.
+// If the error wraps core.ErrMayLand, nothing was flushed, and the device may still answer.
 func (d *Device) Flush() error {
 	if err := d.Flushable(); err != nil {
 		return err
@@ -64,26 +66,41 @@ func (d *Device) Flush() error {
 		return d.Err()
 	}
 	if !d.enterStuck() {
-		return d.over()
+		err := d.over()
+		if d.isStuck() || errors.Is(err, ErrClosed) {
+			return fmt.Errorf("%w: %w", err, core.ErrMayLand)
+		}
+		return err // of a device that has failed
 	}
 	if !d.isStuck() {
 		defer d.leave()
 		return d.flush()
 	}
+	late := time.NewTimer(d.o.CloseTimeout)
+	defer late.Stop()
+	select {
+	case d.flushes <- struct{}{}: // a flush that is not answered keeps a thread
+	case <-late.C:
+		d.leave()
+		return d.unflushed()
+	}
 	done := make(chan error, 1)
 	safe.Go("cuda flush", func() {
 		defer d.leave()
 		_, err := safe.Try("cuda flush", d.flush)
+		<-d.flushes
 		done <- err
 	})
-	late := time.NewTimer(d.o.CloseTimeout)
-	defer late.Stop()
 	select {
 	case err := <-done:
 		return err
 	case <-late.C:
-		return fmt.Errorf("CUDA device %d has not ended a flush within %s: %w", d.info.Ordinal, d.o.CloseTimeout, d.Err())
+		return d.unflushed()
 	}
+}
+
+func (d *Device) unflushed() error {
+	return fmt.Errorf("CUDA device %d has not ended a flush within %s: %w: %w", d.info.Ordinal, d.o.CloseTimeout, d.Err(), core.ErrMayLand)
 }
 
 func (d *Device) flush() error {

@@ -387,7 +387,7 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
 
 /*
  * Ends every transfer with the code KVCONN_AGENT_CLOSED, waits until no byte can land any more, and frees the agent.
- * Completions that are not collected are lost with the handle. The call takes at most close_timeout_s, and ten
+ * Completions that are not collected are lost with the handle. The call takes at most close_timeout_s, and fifteen
  * seconds more if the embedded server does not stop, or if a transport does not end. At its end the event fd
  * becomes readable once more and is closed; the handle is stale.
  *

@@ -62,7 +62,8 @@ func deviceStuck(t *testing.T, before bool) {
 func TestRevokesBesideClose(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
 	for i := range 8 {
-		p, d := startGPU(t, "p", 0, Config{lookAfter: time.Hour}, cuda.Options{}), startGPU(t, "d", 1, Config{CloseGrace: time.Hour}, cuda.Options{})
+		p, d := startGPU(t, "p", 0, Config{lookAfter: time.Hour}, cuda.Options{StallTimeout: time.Hour}),
+			startGPU(t, "d", 1, Config{CloseGrace: time.Hour}, cuda.Options{StallTimeout: time.Hour})
 		p.meets(d)
 		d.Halt(true)
 		p.loads("t", d, 2)
@@ -94,8 +95,13 @@ func TestRevokesBesideClose(t *testing.T) {
 		goesOn.Store(false)
 		d.Halt(false)
 		for range 2 {
-			if err := <-ended; err != nil {
-				t.Error(err)
+			select {
+			case err := <-ended:
+				if err != nil {
+					t.Error(err)
+				}
+			case <-time.After(time.Minute):
+				t.Fatal("the copy has ended, and the revoke or the close has not")
 			}
 		}
 		p.close()

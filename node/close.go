@@ -55,23 +55,20 @@ func (a *Agent) Close() error {
 		c.queue.wait(draining)
 	}
 	a.cancel()
-	last := ctx
-	if at.quiet && at.whole { // a transport that was waited for may have used up the time
-		end, _ := ctx.Deadline()
-		var done context.CancelFunc
-		last, done = context.WithTimeout(context.Background(), max(time.Until(end), goodbye/2))
-		defer done()
-	}
+	end, _ := ctx.Deadline()
+	// A transport that was waited for may have used up the time. The agent must be withdrawn all the same.
+	last, done := context.WithTimeout(context.Background(), max(time.Until(end), goodbye/2))
+	defer done()
 	errs = append(errs, a.plane.close(last))
-	errs = append(errs, a.wait(last, at))
+	errs = append(errs, a.wait(last, end.Add(further), at))
 	_ = a.halves.move(stateClosing, stateClosed, nil)
 	a.log.Info("agent closed", zap.String("agent", string(a.id)))
 	return errors.Join(errs...)
 }
 
 // wait waits until the agent's goroutines have ended. If a driver does not answer, one may wait for it, which ctx bounds. Else
-// nothing is left that could hold them up for long.
-func (a *Agent) wait(ctx context.Context, at shut) error {
+// nothing is left that could hold them up for long. They have until the end of all that a close waits for besides.
+func (a *Agent) wait(ctx context.Context, until time.Time, at shut) error {
 	ended := make(chan struct{})
 	safe.Go("close", func() {
 		a.wg.Wait()
@@ -84,7 +81,7 @@ func (a *Agent) wait(ctx context.Context, at shut) error {
 	}
 	bound := goodbye / 10 // the others may have used up the time
 	if at.quiet && at.whole {
-		bound = further
+		bound = max(bound, time.Until(until))
 	}
 	late := time.NewTimer(bound)
 	defer late.Stop()

@@ -16,6 +16,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/ratelog"
+	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -149,8 +150,8 @@ func (t *transports) Dismiss(peer core.AgentID) {
 const firstWait = 2 * time.Second
 
 // further is how long Close waits for what has not ended in close_timeout_s: a transport for a peer or for the kernel, and
-// goroutines for the end of what they do.
-const further = 5 * time.Second
+// goroutines for the end of what they do. It is longer than rdma's own wait, so that rdma is not given up in it.
+const further = rdma.ToldBound + 2*time.Second
 
 // errPending: a transfer does not wait until a transport is set up.
 var errPending = errors.New("its setup with that peer has not ended")

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -26,19 +27,19 @@ const leastAsk = drainBound / 10
 // maxDrain bounds the transfers that one signal names.
 const maxDrain = 4096
 
-// revoke implements core.Transport. When it returns, P has said that it has stopped, or no
+// revoke implements core.Transport. When it returns nil, P has said that it has stopped, or no
 // lane is left by which P could write.
-func (r *receiver) revoke(id core.TransferID) {
+func (r *receiver) revoke(id core.TransferID) (err error) {
 	r.mu.Lock()
 	e, told := r.expected[id], r.telling[id]
 	r.mu.Unlock()
 	if e != nil {
 		e.src.revoke(e)
 		<-e.fenced
-		r.t.flushEnded(e.gpus)
 	}
 	if told != nil {
 		<-told.told
+		err = told.lands
 	}
 	if e != nil {
 		r.mu.Lock()
@@ -47,7 +48,14 @@ func (r *receiver) revoke(id core.TransferID) {
 		if told == e {
 			<-told.told
 		}
+		if err = cmp.Or(err, e.lands); err == nil {
+			err = r.t.flushEnded(e.gpus)
+		}
 	}
+	if err != nil {
+		return fmt.Errorf("rdma: transfer %q is revoked, but %w", string(id), err)
+	}
+	return nil
 }
 
 // revoke begins to fence an expect.
@@ -224,16 +232,31 @@ func (src *source) close() {
 	await(dying)
 	var gpus gpuSet
 	src.mu.Lock()
-	for _, e := range src.live {
+	for _, e := range src.live { // none comes any more
 		gpus |= e.gpus
+	}
+	src.mu.Unlock()
+	unflushed := src.r.t.flushEnded(gpus)
+	src.mu.Lock()
+	defer src.mu.Unlock()
+	for _, e := range src.live {
+		if e.gpus != 0 && unflushed != nil {
+			e.lands = unflushed
+		}
 		if !e.ended {
 			e.ended = true
+			if e.lands != nil {
+				src.r.untold(e)
+			}
 			close(e.told)
 		}
 		src.fenced(e)
 	}
-	src.mu.Unlock()
-	if gpus != 0 {
-		src.r.t.flushEnded(gpus)
-	}
+}
+
+// untold keeps for a Revoke that bytes of a transfer may land for ever.
+func (r *receiver) untold(e *expect) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.telling[e.id] = e
 }

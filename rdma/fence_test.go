@@ -2,12 +2,14 @@ package rdma
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
+	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 // TestDrainPatience: the time for P's answer to a revoke counts from the revoke on, also
@@ -152,5 +154,85 @@ func TestLaneThatLives(t *testing.T) {
 		if still == lives {
 			t.Errorf("it lives: %v, and counts as still: %v", lives, still)
 		}
+	}
+}
+
+// unflushed is a GPU that does not answer a flush.
+type unflushed struct{ GPUs }
+
+func (unflushed) Check() error    { return nil }
+func (unflushed) Flush(int) error { return fmt.Errorf("a test: %w", core.ErrMayLand) }
+
+// TestUnflushed: a GPU does not answer a flush. A revoke says that bytes may land, before Close and after it, and so does Close. Nobody is told
+// an end of a transfer that has failed, nor of one that has arrived.
+func TestUnflushed(t *testing.T) {
+	tr := newTestConn(t, 0).t
+	tr.cfg.GPUs = unflushed{}
+	sink := tr.sink.(*coretest.Recorder)
+	r := &tr.receiver
+	r.init(tr, 8)
+	src := &source{r: r, peer: "p", lanes: map[uint32]*lane{}, dying: map[uint32]*lane{}, live: map[uint64]*expect{}}
+	r.sources["p"] = src
+	for _, id := range []core.TransferID{"revoked", "lost", "arrived", "closed"} {
+		if _, err := r.arm(id, "p", 0, 0, 1); err != nil {
+			t.Fatal(err)
+		}
+		e := r.expected[id]
+		src.mu.Lock()
+		src.watching.Stop()
+		src.mu.Unlock()
+		switch id {
+		case "lost":
+			e.begun = time.Now()
+			src.lose(errors.New("a test"))
+		case "arrived":
+			src.mu.Lock()
+			r.take(e)
+			src.fenced(e)
+			src.mu.Unlock()
+			e.tell(tr.landed(1))
+		case "closed":
+			if err := r.close(); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := tr.Revoke(id); !errors.Is(err, core.ErrMayLand) {
+			t.Errorf("the revoke of %q: %v", string(id), err)
+		}
+	}
+	if all := sink.All("received", ""); len(all) > 0 {
+		t.Errorf("an end was told: %+v", all)
+	}
+	if !errors.Is(tr.lands, core.ErrMayLand) {
+		t.Errorf("Close would say %v", tr.lands)
+	}
+}
+
+// TestLaneThatStands: a lane can neither be destroyed nor put into error. Who revokes a transfer that was under way then hears of it.
+func TestLaneThatStands(t *testing.T) {
+	tr := newTestConn(t, 0).t
+	r := &tr.receiver
+	r.init(tr, 4)
+	src := &source{r: r, peer: "p", lanes: map[uint32]*lane{}, dying: map[uint32]*lane{}, live: map[uint64]*expect{}}
+	r.sources["p"] = src
+	if _, err := r.expect("t", "p", nil); err != nil {
+		t.Fatal(err)
+	}
+	l := newTestConn(t, 1).lanes[0]
+	l.still = make(chan struct{})
+	l.once.Do(func() {
+		l.stands = fmt.Errorf("a test: %w", core.ErrMayLand)
+		close(l.dead)
+	})
+	tr.mu.Lock()
+	tr.shut = true // nobody else destroys it
+	tr.mu.Unlock()
+	src.mu.Lock()
+	src.watching.Stop()
+	src.lanes[l.id] = l
+	src.cut()
+	src.mu.Unlock()
+	if err := tr.Revoke("t"); !errors.Is(err, core.ErrMayLand) {
+		t.Errorf("the revoke: %v", err)
 	}
 }

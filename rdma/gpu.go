@@ -29,7 +29,7 @@ type GPUs interface {
 	// Capable says why a card may not reach the memory, however it is registered.
 	Capable(gpu int, name string, addr, bytes uint64) error
 	// Flushable says why Flush cannot work. When Flush has returned, what cards wrote before is
-	// seen by work that is given to the GPU later.
+	// seen by work that is given to the GPU later. If its error wraps core.ErrMayLand, that may yet land.
 	Flushable(gpu int) error
 	Flush(gpu int) error
 	// Check says which region's memory is not what was registered any more.
@@ -237,10 +237,15 @@ func (t *Transport) flush(s gpuSet) error {
 			errs = append(errs, t.cfg.GPUs.Flush(gpu))
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("rdma: what was written to a GPU's memory cannot be flushed: %w", err)
+	err := errors.Join(errs...)
+	if err == nil {
+		return nil
 	}
-	return nil
+	err = fmt.Errorf("rdma: what was written to a GPU's memory cannot be flushed: %w", err)
+	if errors.Is(err, core.ErrMayLand) {
+		t.mayLand(err)
+	}
+	return err
 }
 
 // landed says whether bytes that have arrived in the GPUs' memory may be used.
@@ -256,14 +261,20 @@ func (t *Transport) landed(s gpuSet) error {
 	return t.checkMemory()
 }
 
-// flushEnded is flush for transfers that have ended badly: an error is of a GPU that has failed.
-func (t *Transport) flushEnded(s gpuSet) {
+// flushEnded is flush for transfers that have ended badly. It returns an error if what a card has written may yet land. Any other
+// error is of a GPU that has failed.
+func (t *Transport) flushEnded(s gpuSet) error {
 	if defect.On("rdma-flush-revoked") {
-		return
+		return nil
 	}
-	if err := t.flush(s); err != nil {
+	err := t.flush(s)
+	if err != nil {
 		t.log.Warn("rdma: a transfer that has failed is not flushed", zap.Error(err))
 	}
+	if !errors.Is(err, core.ErrMayLand) {
+		return nil
+	}
+	return err
 }
 
 // checkMemory says which region's memory has changed under its registration. P's caller has asked

@@ -10,6 +10,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -25,6 +26,7 @@ type lane struct {
 	qp     *verbs.QP
 	dead   chan struct{} // closed when the queue pair is destroyed: no byte of it moves or lands any more
 	once   sync.Once
+	stands error // once it is dead: it could neither be destroyed nor put into error
 
 	// D's end, guarded by its source.
 	offer    laneOffer
@@ -125,7 +127,7 @@ func (b *bundle) seal() {
 	}
 }
 
-// destroy ends a lane for good. When it returns, no byte of the lane moves or lands.
+// destroy ends a lane for good. When it returns, no byte of the lane moves or lands, unless the lane stands.
 func (l *lane) destroy() {
 	l.once.Do(l.end)
 	<-l.dead
@@ -134,7 +136,10 @@ func (l *lane) destroy() {
 func (l *lane) end() {
 	if err := l.qp.Destroy(); err != nil {
 		l.b.t.log.Error("rdma queue pair cannot be destroyed", zap.Error(err))
-		_ = l.qp.ToError()
+		if still := l.qp.ToError(); still != nil {
+			l.stands = fmt.Errorf("rdma: %w: %w: %w", err, still, core.ErrMayLand)
+			l.b.t.mayLand(l.stands)
+		}
 	}
 	close(l.dead)
 	b := l.b

@@ -3,6 +3,7 @@ package rdma
 import (
 	"bytes"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -44,7 +45,8 @@ type expect struct {
 	begun    time.Time
 	ended    bool          // revoked, or its outcome is told
 	fenced   chan struct{} // closed when nothing can land any more
-	told     chan struct{} // closed when Received has returned
+	lands    error         // once it is fenced: bytes may land for ever, and so nobody hears of an end
+	told     chan struct{} // closed when Received has returned, or never will be called
 }
 
 func (r *receiver) init(t *Transport, slots int) {
@@ -186,9 +188,17 @@ func (src *source) fenced(e *expect) {
 	r.free = append(r.free, e.grant.slot)
 }
 
-// tell tells the outcome of an expect that was taken, unless the agent is closed.
+// tell tells the outcome of an expect that was taken, unless the agent is closed. If bytes may land for ever, only a Revoke hears of it,
+// also later.
 func (e *expect) tell(err error) {
 	r := e.src.r
+	if e.lands == nil && errors.Is(err, core.ErrMayLand) {
+		e.lands = err
+	}
+	if e.lands != nil {
+		close(e.told)
+		return
+	}
 	st := core.TransferStats{Segments: e.segments}
 	if err == nil {
 		st.Bytes = e.grant.bytes

@@ -174,13 +174,13 @@ func (s *sender) tell(id core.TransferID, st core.TransferStats, err error) {
 	}
 }
 
-// toldBound is how long Close waits for outcomes. A write has no outcome before its
+// ToldBound is how long Close waits for outcomes. A write has no outcome before its
 // queue pair is destroyed, for which the kernel may take seconds.
-const toldBound = 10 * time.Second
+const ToldBound = 10 * time.Second
 
 // allTold waits until no outcome is left to tell.
 func (s *sender) allTold() {
-	late := time.NewTimer(toldBound)
+	late := time.NewTimer(ToldBound)
 	defer late.Stop()
 	for {
 		s.mu.Lock()

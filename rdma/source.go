@@ -102,10 +102,14 @@ func (src *source) losing(cause error) (tell func()) {
 		for _, e := range ended {
 			gpus |= e.gpus
 		}
-		src.r.t.flushEnded(gpus)
+		unflushed := src.r.t.flushEnded(gpus)
 		for _, e := range ended {
 			src.fence(e)
-			e.tell(cause)
+			if e.gpus != 0 && unflushed != nil {
+				e.tell(unflushed)
+			} else {
+				e.tell(cause)
+			}
 		}
 		if owed {
 			src.r.t.down(src.peer, cause)
@@ -155,14 +159,17 @@ func (src *source) retire(l *lane) {
 	if !src.r.t.goRun("rdma retire", func() {
 		late := time.NewTimer(bound)
 		defer late.Stop()
+		var stands error
 		select {
 		case <-l.still:
 		case <-late.C:
 			l.b.reapAll()
 			l.destroy()
 			l.b.reapAll()
+			stands = l.stands
 		}
 		src.mu.Lock()
+		src.mayLand(stands)
 		src.laid(l)
 		missing := l.posted > 0 && !src.gone
 		src.mu.Unlock()
@@ -172,7 +179,18 @@ func (src *source) retire(l *lane) {
 		l.destroy()
 	}) {
 		l.destroy()
+		src.mayLand(l.stands)
 		src.laid(l)
+	}
+}
+
+// mayLand notes why bytes of the transfers that there are may land for ever, if they may; src.mu is held.
+func (src *source) mayLand(cause error) {
+	if cause == nil {
+		return
+	}
+	for _, e := range src.live {
+		e.lands = cause
 	}
 }
 

@@ -41,6 +41,7 @@ type Transport struct {
 	mu       sync.Mutex
 	shut     bool // no goroutine begins, nothing is told
 	finished bool
+	lands    error // why bytes may land for ever, the first cause
 
 	sender   sender
 	receiver receiver
@@ -127,8 +128,7 @@ func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.P
 
 // Revoke implements core.Transport.
 func (t *Transport) Revoke(id core.TransferID) error {
-	t.receiver.revoke(id)
-	return nil
+	return t.receiver.revoke(id)
 }
 
 // Write implements core.Transport.
@@ -286,7 +286,18 @@ func (t *Transport) Close() error {
 	t.wg.Wait()
 	err := t.closeDevices() // ends the goroutines that wait for events
 	t.ears.Wait()
-	return errors.Join(lands, err)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return errors.Join(lands, t.lands, err)
+}
+
+// mayLand notes for Close that bytes may land for ever.
+func (t *Transport) mayLand(cause error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.lands == nil {
+		t.lands = cause
+	}
 }
 
 // shorten bounds a text for the wire.

@@ -227,7 +227,7 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	p.moved = p.moved && open
 	for _, in := range r.byID {
 		switch {
-		case in.peer != p:
+		case in.peer != p || in.stuck:
 		case hopeful && (in.first.IsZero() || goesOn):
 			again = true
 		case !open:

@@ -65,6 +65,7 @@ type inbound struct {
 	cuts  int // runs that streams have cut off its plan
 	first time.Time
 	since time.Duration // the peer's time under way then
+	stuck bool          // a device does not end a copy: it may land for ever, and so nobody hears of an end
 }
 
 // claims are the positions that a transfer's frames have claimed. A hostile P's frames may leave very many holes, which

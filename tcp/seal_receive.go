@@ -108,7 +108,7 @@ func (r *receiver) forged(p *inPeer, err error) {
 	r.mu.Lock()
 	var lost []*inbound
 	for _, in := range r.byID {
-		if in.peer == p {
+		if in.peer == p && !in.stuck {
 			lost = append(lost, in)
 		}
 	}

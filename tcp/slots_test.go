@@ -168,7 +168,11 @@ func TestRevokesBesideClose(t *testing.T) {
 		}
 		grant := d.expect(t, "t", "p", allBlocks(testBlocks))
 		p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-		<-slots.began
+		select {
+		case <-slots.began:
+		case <-time.After(time.Minute):
+			t.Fatal("no copy has begun")
+		}
 		ended := make(chan error, 2)
 		both := []func(){func() {
 			err := d.Revoke("t")
@@ -194,8 +198,13 @@ func TestRevokesBesideClose(t *testing.T) {
 		slots.over.Store(true)
 		close(slots.ends)
 		for range 2 {
-			if err := <-ended; err != nil {
-				t.Error(err)
+			select {
+			case err := <-ended:
+				if err != nil {
+					t.Error(err)
+				}
+			case <-time.After(time.Minute):
+				t.Fatal("the copies have ended, and the revoke or the close has not")
 			}
 		}
 	}
@@ -301,5 +310,31 @@ func TestSlowPeersStarveNobody(t *testing.T) {
 			}
 		}
 		read += h.length
+	}
+}
+
+// TestStuckTransferHoldsUpNobody: a device does not end the copies of some transfers, and P is dismissed. The transfers beside them are
+// told all the same, though the stuck ones never will be.
+func TestStuckTransferHoldsUpNobody(t *testing.T) {
+	leaktest.Check(t)
+	p, d := newAgent(t, Config{}), newAgent(t, Config{})
+	if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
+		t.Fatal(err)
+	}
+	r := &d.receiver
+	for i := range 8 {
+		id := core.TransferID(fmt.Sprint("stuck", i))
+		d.expect(t, id, "p", allBlocks(1))
+		r.mu.Lock()
+		in := r.byID[id]
+		r.mu.Unlock()
+		in.copies.add()
+		r.copyFailed(in, ErrMayCopy)
+		defer in.copies.done()
+	}
+	d.expect(t, "t", "p", allBlocks(1))
+	d.Dismiss("p")
+	if o := d.sink.Wait("received", "t", 1); o.Err == nil {
+		t.Error("it ended well")
 	}
 }

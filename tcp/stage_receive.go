@@ -165,6 +165,7 @@ func polled(fd uintptr, events int16) bool {
 func (r *receiver) copyFailed(in *inbound, err error) {
 	if errors.Is(err, ErrMayCopy) {
 		r.mu.Lock()
+		in.stuck = true
 		delete(r.byGrant, in.grant)
 		r.done.add(doneTransfer{grant: in.grant, fault: "the decode engine's device does not answer"})
 		r.mu.Unlock()
