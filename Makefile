@@ -90,7 +90,7 @@ test: lint gpu-double test-go bench-once attack test-c test-wheel ## all tests t
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
-LONGEST := ./tcp ./node ./local ./rig/conformance ./internal/devices ./natsbus
+LONGEST := ./tcp ./node ./core ./local ./rig/conformance ./internal/devices ./natsbus
 # Packages at once: many tests wait, so one more than there are cores.
 AT_ONCE := $(shell echo $$(($$(nproc) + 1)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
