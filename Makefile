@@ -86,7 +86,7 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 # --- tests --------------------------------------------------------------------
 
-test: lint gpu-double test-go bench-once attack test-c test-wheel ## all tests that need no vLLM
+test: lint gpu-double test-go test-core bench-once attack test-c test-wheel ## all tests that need no vLLM
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
@@ -101,8 +101,12 @@ test-go: | tools ## Go, with the race detector and the invariants on
 	@$(STAGE) go-compile bash -c '$(GO) list -race -tags invariants -test -deps -export ./... >/dev/null' || :
 	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /rig/attack$$)
 
-bench-once: | tools ## each benchmark of Go once, under the race detector, so that none rots
-	@$(STAGE) benchmarks $(GO) test -race -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
+# core has no goroutines of its own. Its simulator and its long tests run here, ten times as fast.
+test-core: | tools ## core without the race detector, with the simulator's 2000 seeds
+	@$(STAGE) core scripts/test-go.sh core $(GO) -tags invariants -timeout 10m -- ./core
+
+bench-once: | tools ## each benchmark of Go once, so that none rots
+	@$(STAGE) benchmarks $(GO) test -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
 
 test-c: $(BUILD)/libkvconn.so licenses/go/LICENSE ## the C program, as C and as C++, and the library's symbols
 	@$(STAGE) c scripts/test-c.sh
@@ -165,4 +169,4 @@ quick: $(VENV)/stamp | tools ## before the whole check: the style, the pages, th
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint quick clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-core bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint quick clean chaos

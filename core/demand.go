@@ -60,7 +60,7 @@ func (m *Machine) demandGone(id TransferID, t tombstone) {
 }
 
 // checkDemands checks the set; only in builds with the tag "invariants".
-func (m *Machine) checkDemands(must func(ok bool, format string, args ...any)) {
+func (m *Machine) checkDemands() {
 	for id := range m.demands {
 		list := m.halfOf(id)
 		must(len(list) > 0 && !slices.ContainsFunc(list, func(of *offer) bool { return !of.offered.IsZero() }), "transfer %q is demanded and is not announced", id)

@@ -95,12 +95,12 @@ func (f *fans) busyLoads() (n int) {
 }
 
 // checkFans checks the parts, and their counts; only in builds with the tag "invariants".
-func (m *Machine) checkFans(must mustFunc) {
-	m.checkFanIns(must)
-	m.checkFanOuts(must)
+func (m *Machine) checkFans() {
+	m.checkFanIns()
+	m.checkFanOuts()
 }
 
-func (m *Machine) checkFanIns(must mustFunc) {
+func (m *Machine) checkFanIns() {
 	left := map[TransferID]int{}
 	for id := range m.claims.byID {
 		if isPart(id) {
@@ -127,7 +127,7 @@ func (m *Machine) checkFanIns(must mustFunc) {
 	}
 }
 
-func (m *Machine) checkFanOuts(must mustFunc) {
+func (m *Machine) checkFanOuts() {
 	for id, f := range m.fans.offers {
 		live := m.halfOf(id)
 		must(f.id == id && len(live) == f.left && f.left > 0 && len(f.parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)

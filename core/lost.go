@@ -50,7 +50,7 @@ func (m *Machine) Untold() int {
 }
 
 // checkLost checks the reported claims; only in builds with the tag "invariants".
-func (m *Machine) checkLost(must func(ok bool, format string, args ...any)) {
+func (m *Machine) checkLost() {
 	for id, c := range m.claims.byID {
 		must(!m.opt.ReportClaims || c.state != claimVoid, "claim %q is lost (%v) and not reported", id, c.end.code)
 	}

@@ -113,7 +113,11 @@ func TestMatchAgainstNaive(t *testing.T) {
 	sizes := []uint32{1, 2, 3, 4, 6, 12, 16, 32, 48, 64}
 	const limit = 12
 	seen := map[string]int{}
-	for range 3000 {
+	times := 3000
+	if Raced {
+		times = 1000
+	}
+	for range times {
 		var src, dst []Region
 		ranks := [2]uint32{1 + rnd.Uint32N(4), 1 + rnd.Uint32N(4)}
 		rank := [2]uint32{rnd.Uint32N(ranks[0]), rnd.Uint32N(ranks[1])}

@@ -149,7 +149,7 @@ func (m *Machine) loadPeerGone(now time.Time, ld *load, heard time.Time, absent 
 }
 
 // checkMoments checks what waits; only in builds with the tag "invariants".
-func (m *Machine) checkMoments(must mustFunc) {
+func (m *Machine) checkMoments() {
 	waits := map[Moment]int{}
 	for id, ld := range m.loads.byID {
 		must(ld.after == 0 || ld.state.lookedUp() || ld.state == loadAwaiting, "load %q waits for moment %d in state %v", id, ld.after, ld.state)

@@ -85,17 +85,27 @@ const (
 // the paths that are left. If none is, they end with the reason, or new ones go by another
 // transport, and come back.
 func runPaths(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return losePaths(ctx, opt, led, "paths", []string{pathIsOff, pathIsMute, pathIsThin})
+}
+
+// runAllPaths is the end of runPaths alone: all paths are lost.
+func runAllPaths(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return losePaths(ctx, opt, led, allPaths, nil)
+}
+
+// losePaths loses one path after the other in each of the ways, and then all.
+func losePaths(ctx context.Context, opt *Options, led *ledger, name string, ways []string) (partRow, error) {
 	if opt.Paths == 0 {
 		return partRow{}, nil
 	}
-	s := shape{name: "paths", prefills: 1, decodes: 1, memory: bigBlocks(), paths: opt.paths(), host: opt.Host, decode: opt.Decode}
-	s.memory.PeerTimeout = 15 // a machine that is emulated may be silent for long
+	s := shape{name: name, prefills: 1, decodes: 1, memory: bigBlocks(), paths: opt.paths(), host: opt.Host, decode: opt.Decode}
+	s.memory.PeerTimeout, s.memory.Lease = 15, 15 // a machine that is emulated may be silent for long
 	return with(ctx, opt, led, s, func(f *fleet) (string, error) {
 		r := &pathRun{f: f, opt: opt}
 		whole := r.stream(ctx, func() error { _ = sleep.For(ctx, time.Second); return nil })
 		r.well(whole.hit, "rdma")
 		r.say("%d transfers of %d MiB at a time take %s ms", pathTransfers, pathBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
-		for _, how := range []string{pathIsOff, pathIsMute, pathIsThin} {
+		for _, how := range ways {
 			for _, path := range f.paths.all() {
 				if opt.Paths == 1 || ctx.Err() != nil || !r.oneLost(ctx, path, how) {
 					break

@@ -87,7 +87,7 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 		}
 	}
 	// The parts blip, orphans and deaf wait most of the time, so they run side by side.
-	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}, {{"paths", runPaths}}} {
+	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}, {{"paths", runPaths}}, {{allPaths, runAllPaths}}} {
 		rows := make([]partRow, len(group))
 		errs := make([]error, len(group))
 		var wg sync.WaitGroup
@@ -111,9 +111,12 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 	return res, nil
 }
 
+// allPaths is a part of paths. It runs by itself only where it is named.
+const allPaths = "all-paths"
+
 // PartNames are the names of a run's parts.
 func PartNames() []string {
-	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf", "paths"}
+	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf", "paths", allPaths}
 }
 
 // part is one part of the overload.
@@ -122,7 +125,9 @@ type part struct {
 	run  func(context.Context, *Options, *ledger) (partRow, error)
 }
 
-func (o *Options) runs(part string) bool { return len(o.Parts) == 0 || slices.Contains(o.Parts, part) }
+func (o *Options) runs(part string) bool {
+	return slices.Contains(o.Parts, part) || len(o.Parts) == 0 && part != allPaths
+}
 
 // cause prefers the interruption of the run to the errors that came of it.
 func cause(ctx context.Context, part string, err error) error {
