@@ -7,7 +7,7 @@ cache=$(cd "$(dirname "$0")/.." && pwd)/build/pytest-$1 python=$2
 shift 2
 rm -rf "$cache"
 status=0
-"$python" -m pytest "$@" -o cache_dir="$cache" || status=$?
+"$python" -m pytest "$@" --durations=15 -o cache_dir="$cache" || status=$?
 ((status == 1)) || exit $status
 failed=$("$python" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$cache/v/cache/lastfailed")
 ((count = $(wc -l <<<"$failed"), count <= 3)) || exit 1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests of rdma/ on real queue pairs: built here, run in a machine that has them (scripts/rxe-vm).
-#   scripts/rdma-test.sh [STAGE…]       when none is named all but signals, the long form of a part of go
+#   scripts/rdma-test.sh [STAGE…]       when none is named all but signals and race, the long forms of parts of go
 # Where the machine's packages cannot be downloaded they are not run, loudly, and the status is 0.
 #
 # A stage NAME is build_NAME, which runs here (may be left out), and run_NAME, which runs in the guest, as root, in the
@@ -9,17 +9,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/rdma-test
-one_guest=(go gpu agents python yama signals)
-unless_named=signals # is left out
+one_guest=(go gpu agents python yama signals race)
+unless_named='signals race' # are left out
 two_guests=(hosts)
 bound=3000 # seconds, for all stages of a machine, its start included: it ends a hang, as the bounds of each step do
 
 # ---- the stages ----
 
-# With the race detector, in the short form; without what is slow, needs no device, and runs in `make test`. What the race detector
-# makes longest in the emulator, and what has the code of another test that it sees, runs without it.
+# In the short form; without what is slow, needs no device, and runs in `make test`. The race detector has two cores emulate several
+# times as much. So what takes longest runs without it: of the conformance suite it has the part on plans. Stage race has all.
 elsewhere='TestPretouch|TestSendQueueRandom|TestABI'
-unraced='TestSignalFaults|TestWritesOfManyPieces|TestManyPiecesOnADevice'
+unraced='^(TestSignalFaults|TestProcesses|TestPartialLanes|TestWritesOfManyPieces|TestManyPiecesOnADevice)$|^TestConformance$/_queue_pairs$'
 build_plain() { [[ -x $out/bin/plain.test ]] || ${GO:-go} test -tags invariants -c -o $out/bin/plain.test ./rdma; }
 build_go() { # the test binary of each package below rdma/ that has tests
   local package dir
@@ -32,18 +32,22 @@ build_go() { # the test binary of each package below rdma/ that has tests
   build_plain
 }
 run_go() {
-  local package dir failed=0 binary
-  while read -r package dir; do
-    binary=$PWD/$out/bin/${package//\//_}.test
-    echo "== $package"
-    (cd "$dir" && timeout -k 5 1200 "$binary" -test.v -test.short -test.timeout 1160s -test.fullpath -test.skip "^($elsewhere|$unraced)\$|^TestConformance\$/^1_queue_pairs\$") || failed=1
-  done <$out/packages
-  binary=$PWD/$out/bin/plain.test
-  (cd rdma && timeout -k 5 600 "$binary" -test.v -test.short -test.timeout 560s -test.fullpath -test.skip '^TestSignalFaults$' \
-    -test.run "^($unraced)\$|^TestConformance\$/^1_queue_pairs\$") || failed=1
+  local failed=0 binary=$PWD/$out/bin/plain.test
+  raced "^($elsewhere)\$|$unraced" || failed=1
+  (cd rdma && timeout -k 5 900 "$binary" -test.v -test.short -test.timeout 860s -test.fullpath -test.skip '^TestSignalFaults$' -test.run "$unraced") || failed=1
   all_signals -test.short || failed=1
   return $failed
 }
+raced() { # the tests of all packages, without some
+  local package dir failed=0
+  while read -r package dir; do
+    echo "== $package"
+    (cd "$dir" && timeout -k 5 1800 "$OLDPWD/$out/bin/${package//\//_}.test" -test.v -test.short -test.timeout 1760s -test.fullpath -test.skip "$1") || failed=1
+  done <$out/packages
+  return $failed
+}
+build_race() { build_go; }
+run_race() { raced "^($elsewhere|TestSignalFaults)\$"; }
 
 # Regions in device memory: of the driver double, whose dma-bufs a libibverbs of the tests' own registers with Soft-RoCE. The
 # second binary has defects, of which a test must find each. Where cuda.h cannot be had the stage says NOT RUN.
@@ -101,11 +105,12 @@ build_rig() { [[ -x $out/bin/kvconn-rig ]] || ${GO:-go} build -tags invariants -
 chaos() { timeout -k 5 480 $out/bin/kvconn-rig chaos --short --paths "$RXE_PATHS" --path-command rxe-link "$@"; }
 
 # Whole agents under load: processes killed and stopped, the control plane broken, paths taken off; then what becomes of
-# transfers whose paths are lost, with and without tcp to go on by.
+# transfers whose paths are lost, with tcp to go on by, and of those that lose all without it. Stage hosts loses one after the other
+# without it.
 build_agents() { build_rig; }
 run_agents() {
   local failed=0
-  chaos --transport rdma --parts faults,paths --faults 20 || failed=1
+  chaos --transport rdma --parts faults,all-paths --faults 20 || failed=1
   chaos --transport rdma,tcp --parts paths || failed=1
   return $failed
 }
@@ -180,7 +185,7 @@ for stage; do
 done
 chosen() { # of a list, what the command line names
   local s
-  for s in "${@:2}"; do [[ ! $1 && $s != "$unless_named" || " $1 " == *" $s "* ]] && echo "$s"; done
+  for s in "${@:2}"; do [[ ! $1 && " $unless_named " != *" $s "* || " $1 " == *" $s "* ]] && echo "$s"; done
   return 0
 }
 mapfile -t one < <(chosen "$*" "${one_guest[@]}")
