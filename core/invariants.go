@@ -13,9 +13,10 @@ func must(ok bool, format string, args ...any) {
 	if ok {
 		return
 	}
-	at := uintptr(unsafe.Pointer(&args))
 	copies := make([]any, len(args))
-	for i, arg := range **(**[]any)(unsafe.Pointer(&at)) {
+	at := uintptr(unsafe.Pointer(&args)) // no call may come before it is read: the stack may move in one
+	unseen := **(**[]any)(unsafe.Pointer(&at))
+	for i, arg := range unseen {
 		if arg != nil {
 			v := reflect.New(reflect.TypeOf(arg)).Elem()
 			v.Set(reflect.ValueOf(arg))

@@ -136,12 +136,15 @@ func TestThousandsOfLoadsAtOnce(t *testing.T) {
 func TestBurstFromManyDecoders(t *testing.T) {
 	leaktest.Check(t)
 	const decoders, each = 8, 200
-	p := open(t, testConfig(RolePrefill))
+	patient := func(role string) Config { // a loaded machine is no dead peer, and no engine that never offers
+		cfg := testConfig(role)
+		cfg.PeerTimeout, cfg.ConnectTimeout, cfg.EarlyLoad = Seconds(bound), Seconds(bound), Seconds(10*bound)
+		return cfg
+	}
+	p := open(t, patient(RolePrefill))
 	var ds []*side
 	for range decoders {
-		cfg := testConfig(RoleDecode)
-		cfg.PeerTimeout, cfg.ConnectTimeout = Seconds(bound), Seconds(bound) // a loaded machine is no dead peer
-		ds = append(ds, open(t, cfg))
+		ds = append(ds, open(t, patient(RoleDecode)))
 	}
 	id := func(d, i int) core.TransferID { return core.TransferID(fmt.Sprint("d", d, "-", i)) }
 	for n, d := range ds {

@@ -140,7 +140,7 @@ func TestPrefillThatWasMet(t *testing.T) {
 			if a.role == "decode" && l.told.Load() > 0 {
 				t.Errorf("decode tells it something of %d transfers of others", l.told.Load())
 			}
-			got(t, a.before, "start_load at most %.2f ms, blocks back after at most %.1f s of load_timeout_s 3, %s, %s", d.slowest, back.Seconds(), h.beside(t, calm), d.growth(t))
+			got(t, a.before, "start_load at most %.2f ms, blocks back after at most %.1f s of load_timeout_s 3, %s, before the attack %s, %s", d.slowest, back.Seconds(), h.went(t), calm.went(t), d.growth(t))
 			_ = l.conn.Close()
 			settle(t, p)
 			if a.name != "messages of each kind" { // decode still remembers 4,096 ends, with reasons of 1 KiB

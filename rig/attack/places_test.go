@@ -72,7 +72,7 @@ func TestSilentStrangers(t *testing.T) {
 	if n := opened.Load(); n < places {
 		t.Errorf("%d sockets of %d were opened: the attack itself has failed", n, sockets)
 	}
-	got(t, "5 of 10 first loads of newcomers failed (at 1a5364a)", "%s, %s", h.beside(t, calm), p.growth(t))
+	got(t, "5 of 10 first loads of newcomers failed (at 1a5364a)", "%s, before the attack %s, %s", h.went(t), calm.went(t), p.growth(t))
 	settleKeeping(t, goKeeps, p) // its heap was not twice as large, but it had hundreds of goroutines more
 }
 
