@@ -125,8 +125,8 @@ class Steps:
 
     def pip(self, what: str, *args: str) -> None:
         argv = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-        # Python compiles what is imported, which is a small part of these packages.
-        self.run(what, [*argv, "--progress-bar", "off", "--no-compile", *args], tries=3)
+        # pip compiles the packages. Where PYTHONDONTWRITEBYTECODE is set, each start of a server would else compile them anew.
+        self.run(what, [*argv, "--progress-bar", "off", *args], tries=3)
 
     def environment(self, step: str, base: Callable[[], str]) -> bool:
         """Makes the environment with the Python that base names. True if an interrupted run has left one that this run continues."""

@@ -13,7 +13,7 @@ ours=0
 [[ $(realpath -s "$(dirname "$vllm_python")") != "$(realpath -s "$1")/bin" ]] || ours=1
 export KVCONN_E2E_OURS=$ours # e2e/readme.py
 pip=("$vllm_python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15)
-pip+=(--no-compile --no-deps --only-binary=:all: --require-hashes)
+pip+=(--no-deps --only-binary=:all: --require-hashes)
 # vllm-router and smg go into our own environment only. Without them test_from_pages and test_kinds' test_smg do not run.
 for wanted in scripts/requirements-{vllm-router,smg}.txt; do
   if ((ours)) && ! scripts/thrice.sh "what $wanted names" "${pip[@]}" -r "$wanted"; then
