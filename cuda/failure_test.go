@@ -3,6 +3,7 @@ package cuda
 import (
 	"errors"
 	"os"
+	"runtime"
 	"testing"
 	"time"
 
@@ -201,7 +202,11 @@ func TestSticky(t *testing.T) {
 	done := make(chan error, 3)
 	tell := func(err error) { done <- err }
 	d.Await(moment(t, d, stream), tell)
+	waits := e.Count("cuEventSynchronize")
 	tr.Start(Copy{Slot: first, Runs: []Run{{Addr: p, Len: 100}}, Done: tell})
+	for e.Count("cuEventSynchronize") == waits { // until it is waited for
+		runtime.Gosched()
+	}
 	e.Stick(700)
 	t.Cleanup(func() { e.Stick(0); e.Release(stream); e.Release(ours) })
 	tr.Start(Copy{Slot: second, Runs: []Run{{Addr: p, Len: 100}}, Done: tell})

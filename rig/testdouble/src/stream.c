@@ -54,8 +54,9 @@ static void be_late(CUstream s) {
 
 static bool is_passed(const struct stamp *stamp) { return stamp->stream->got >= stamp->until; }
 
-/* Whether the operation may begin: not held, and all that it waits for has passed. */
+/* Whether the operation may begin: not held, and all that it waits for has passed. A device that has failed ends all that it has. */
 static bool may_begin(CUstream s, const struct op *op) {
+  if (devices[s->ctx->dev].sticky) return true;
   if (s->held || devices[s->ctx->dev].halted) return false;
   for (size_t i = 0; i < op->afters; i++) {
     if (!is_passed(&op->after[i])) return false;
@@ -172,7 +173,7 @@ CUresult await_context(CUcontext ctx) {
   CUresult result = CUDA_SUCCESS;
   for (CUstream s = streams; s; s = s->next) {
     CUresult r = s->ctx == ctx ? await_stream(s) : CUDA_SUCCESS;
-    if (!result) result = r;
+    if (!result && s->alive) result = r; /* what befell a stream went with it */
   }
   return result;
 }
