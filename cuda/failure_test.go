@@ -201,10 +201,10 @@ func TestSticky(t *testing.T) {
 	e.Hold(ours)
 	done := make(chan error, 3)
 	tell := func(err error) { done <- err }
-	d.Await(moment(t, d, stream), tell)
 	waits := e.Count("cuEventSynchronize")
+	d.Await(moment(t, d, stream), tell)
 	tr.Start(Copy{Slot: first, Runs: []Run{{Addr: p, Len: 100}}, Done: tell})
-	for e.Count("cuEventSynchronize") == waits { // until it is waited for
+	for e.Count("cuEventSynchronize") < waits+2 && len(done) == 0 { // until both are waited for
 		runtime.Gosched()
 	}
 	e.Stick(700)

@@ -17,7 +17,7 @@ bound=3000 # seconds, for all stages of a machine, its start included: it ends a
 # ---- the stages ----
 
 # In the short form; without what is slow, needs no device, and runs in `make test`. The race detector has two cores emulate several
-# times as much. So what takes longest runs without it: of the conformance suite it has the part on plans. Stage race has all.
+# times as much. So what takes longest runs without it: of the conformance suite it has the part on plans. Stage race has the same with the race detector.
 elsewhere='TestPretouch|TestSendQueueRandom|TestABI'
 unraced='^(TestSignalFaults|TestProcesses|TestPartialLanes|TestWritesOfManyPieces|TestManyPiecesOnADevice)$|^TestConformance$/_queue_pairs$'
 build_plain() { [[ -x $out/bin/plain.test ]] || ${GO:-go} test -tags invariants -c -o $out/bin/plain.test ./rdma; }
@@ -171,7 +171,7 @@ if [[ ${1:-} == --guest ]]; then
       grep -E '^ *--- FAIL|^panic: |DATA RACE|^PROBLEM: |^kvconn-rig |Error: ' "$log" || true # once more, below all the rest
       echo "FAIL  $stage (status $rc, $took s)" | tee "$log.failed"
     else
-      grep -E '^ *--- (FAIL|SKIP)|^--- PASS: .*\([^0]|^ok|^== |measured: |^(OK: |paths  |loads that |SIG|(load|offer) .*cancelled)' "$log" || true
+      grep -E '^ *--- (FAIL|SKIP)|^--- PASS: .*\([^0]|^ok|^== |measured: |^(OK: |(all-)?paths  |loads that |SIG|(load|offer) .*cancelled)' "$log" || true
       echo "ok    $stage ($took s)"
     fi
   done

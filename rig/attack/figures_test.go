@@ -125,7 +125,7 @@ func (h *honest) beside(t testing.TB, calm *honest) string {
 func (h *honest) went(t testing.TB) string {
 	t.Helper()
 	if !raced && h.well != h.all { // under the race detector an agent is some ten times slower, as in beside
-		t.Errorf("%d of %d honest loads beside it went well", h.well, h.all)
+		t.Errorf("%d of %d honest loads went well", h.well, h.all)
 	}
 	return fmt.Sprintf("%d of %d honest loads well, median %.1f ms", h.well, h.all, h.median().Seconds()*1000)
 }

@@ -53,7 +53,7 @@ int kvgpu_kernel_check(void *stream, uint64_t device_address, size_t size, uint6
 void kvgpu_delay(unsigned microseconds);
 /* The longest delay of one stream; UINT32_MAX: as all. */
 int kvgpu_slow(void *stream, unsigned microseconds);
-/* A held stream begins no operation until it is released. */
+/* A held stream begins no operation until it is released, or the device fails. */
 int kvgpu_hold(void *stream);
 int kvgpu_release(void *stream);
 
@@ -62,7 +62,7 @@ int kvgpu_release(void *stream);
 int kvgpu_fail(const char *function, unsigned nth, int code);
 /* From now on each call and each operation of the device fails with this code, as after an illegal address or a lost device; 0 ends it. */
 void kvgpu_stick(int device, int code);
-/* All streams of a halted device are as if held: it answers calls, and does nothing. */
+/* All streams of a halted device are as if held: it answers calls, and does nothing until it fails. */
 void kvgpu_halt(int device, int on);
 /* The nth operation of a device's streams from now on fails with this code, which then sticks: as a kernel's illegal address does. */
 int kvgpu_fail_operation(int device, uint64_t nth, int code);

@@ -175,7 +175,7 @@ CUresult await_context(CUcontext ctx) {
     CUresult r = s->ctx == ctx ? await_stream(s) : CUDA_SUCCESS;
     if (!result && s->alive) result = r; /* what befell a stream went with it */
   }
-  return result;
+  return result ? result : devices[ctx->dev].sticky;
 }
 
 uint64_t queued_operations(void) {

@@ -280,7 +280,6 @@ void test_faults(void) {
   OK(cuLaunchHostFunc(x.ours, add, &calls));
   OK(cuEventRecord(x.e, x.ours));
   kvgpu_stick(0, CUDA_ERROR_ILLEGAL_ADDRESS);
-  OK(kvgpu_release(x.ours));
   FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuEventQuery(x.e));
   FAILS(CUDA_ERROR_ILLEGAL_ADDRESS, cuMemcpyDtoHAsync_v2(x.host, x.p, N, x.ours));
   while (kvgpu_count("queued")) sched_yield();
