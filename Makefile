@@ -151,7 +151,7 @@ rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STA
 e2e: wheel rig ## faults on agents in processes of their own, rdma-test, then the real vLLM and SGLang pairs, also with failures
 	@GO=$(GO) scripts/e2e.sh $(VENV_VLLM) $(VENV_SGLANG)
 
-e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks and changes of roles; a part of e2e, but for the last two
+e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks; a part of e2e, but for the ranks
 	@scripts/sglang-e2e.sh $(VENV_SGLANG)
 
 e2e-versions: wheel ## the real pair on the newest vLLM and the two minor releases before it; VERSIONS='0.31.0' for some
