@@ -41,8 +41,8 @@ def alone(sglang_model: Path, sglang_workdir: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two vLLM servers and the router before them."""
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two vLLM servers and the router before them. For test_pair they start as users start them."""
     import tiny_model
     from pair_tests import CHUNK, LEASE_S, progress
     from servers import leaving_nothing
@@ -61,6 +61,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # the server then has a call that preempts all running requests
         progress=progress,
         router_argv=router.split() if router else None,
+        forked=request.module.__name__ != "test_pair",
     )
     with leaving_nothing(the_pair):
         yield the_pair

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -163,9 +164,23 @@ def lock(venv: Path) -> Iterator[None]:
 
 
 def install_wheel(python: str, wheel: Path) -> None:
-    """Installs the wheel under test, whose version may be that of other contents, and pytest where it is missing."""
+    """Installs the wheel under test, whose version may be that of other contents, and pytest where it is missing. An environment that
+    has this very wheel is left as it is: others may be importing it."""
     steps = Steps(Path(python).parent.parent)
     steps.python = Path(python)
-    steps.pip(f"installing {wheel.name}", "--no-deps", "--force-reinstall", str(wheel))
+    if not installed(python, wheel):
+        steps.pip(f"installing {wheel.name}", "--no-deps", "--force-reinstall", str(wheel))
     if subprocess.run([python, "-c", "import pytest"], capture_output=True, check=False).returncode != 0:
         steps.pip("installing pytest", "pytest")
+
+
+def installed(python: str, wheel: Path) -> bool:
+    """By what pip notes of a file that it was given (PEP 610)."""
+    code = (
+        "import importlib.metadata as m, json, sys\n"
+        "try: text = m.distribution(sys.argv[1]).read_text('direct_url.json')\n"
+        "except m.PackageNotFoundError: text = None\n"
+        "print(json.loads(text or '{}').get('archive_info', {}).get('hashes', {}).get('sha256'))\n"
+    )
+    said = subprocess.run([python, "-I", "-c", code, wheel.name.partition("-")[0]], capture_output=True, text=True, check=False)
+    return said.stdout.strip() == hashlib.sha256(wheel.read_bytes()).hexdigest()

@@ -11,6 +11,8 @@ let the lease of 15 seconds pass.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
 import sys
 import time
@@ -36,7 +38,42 @@ if shm_broadcast.sched_yield is not utils.sched_yield:
 # again after this time, which is 5 s by default.
 shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20
 
-from vllm.entrypoints.cli.main import main  # noqa: E402
+
+# What takes longest of what a server imports. vLLM's plugins, kvconn among them, are not in it.
+_SLOW = """
+vllm.entrypoints.cli.main
+vllm.entrypoints.cli.serve
+vllm.entrypoints.anthropic.api_router
+vllm.entrypoints.generate.api_router
+vllm.entrypoints.generate.generative_scoring.api_router
+vllm.entrypoints.launchers.api_server.entry
+vllm.entrypoints.openai.api_server
+vllm.entrypoints.openai.chat_completion.api_router
+vllm.entrypoints.openai.completion.api_router
+vllm.entrypoints.openai.responses.api_router
+vllm.model_executor.models.llama
+vllm.renderers.hf
+vllm.v1.attention.backends.cpu_attn
+vllm.v1.engine.async_llm
+vllm.v1.engine.core
+vllm.v1.executor.multiproc_executor
+vllm.v1.structured_output
+vllm.v1.worker.cpu_worker
+"""
+
+
+def imports() -> None:
+    for name in _SLOW.split():
+        # A name of one release may not be another's; the server imports what it needs.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def serve() -> None:
+    from vllm.entrypoints.cli.main import main
+
+    sys.exit(main())
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -12,19 +13,21 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 from asking import HOST, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUND_S = 600  # ends a hang: servers that do not become ready are waited for without end
+LOCK = Path("/tmp/kvconn-pages.lock")
 LOGS = tuple(Path("/tmp") / f"{name}.log" for name in ("prefill", "decode", "router"))  # where the pages' servers write
 
 
 def as_it_stands(heading: str, environment: str, ports: Sequence[int]) -> str:
     """What the README's commands print. They are of an environment by this name, and of these ports."""
-    _can_run(environment, ports)
-    done = subprocess.run(_command("README.md", heading), cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S + 60)
+    with _may_run(environment, ports):
+        done = subprocess.run(_command("README.md", heading), cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S + 60)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{_ends()}"
     return done.stdout
 
@@ -34,7 +37,7 @@ def alone(command: str, environment: str) -> str:
 
     In the check's own environment (KVCONN_E2E_OURS=1) all is there by then, so there it fails in place of not being run.
     """
-    _can_run(environment, ())
+    _is(environment)
     program, *arguments = shlex.split(command)
     assert program == "make", command
     env = {name: value for name, value in os.environ.items() if not name.startswith(("KVCONN_", "MAKE", "MFLAGS", "PYTHONPATH"))}
@@ -58,24 +61,24 @@ def alone(command: str, environment: str) -> str:
 @contextlib.contextmanager
 def between_its_blocks(page: str, heading: str, environment: str, ports: Sequence[int], where: Path) -> Iterator[Path]:
     """Runs the first of two blocks of commands, then what the caller does, then the second block. Gives the file of their output."""
-    _can_run(environment, ports)
-    up, on, output = where / "up", where / "on", where / "output"
-    pause = f": >{shlex.quote(str(up))}; until [[ -e {shlex.quote(str(on))} ]]; do sleep 0.1; done"
-    with output.open("w") as file:
-        child = subprocess.Popen(_command(page, heading, "--between", pause), cwd=ROOT, stdout=file, stderr=file)
-    try:
-        wait_until("the first block has run", lambda: up.exists() or child.poll() is not None, BOUND_S + 60)
-        if child.poll() is None:
-            yield output
-            on.touch()
-        status = child.wait(BOUND_S + 60)
-        assert status == 0, output.read_text(errors="replace")
-    except BaseException:
-        print(_ends())
-        raise
-    finally:
-        child.terminate()  # it then ends what the commands have started
-        child.wait(60)
+    with _may_run(environment, ports):
+        up, on, output = where / "up", where / "on", where / "output"
+        pause = f": >{shlex.quote(str(up))}; until [[ -e {shlex.quote(str(on))} ]]; do sleep 0.1; done"
+        with output.open("w") as file:
+            child = subprocess.Popen(_command(page, heading, "--between", pause), cwd=ROOT, stdout=file, stderr=file)
+        try:
+            wait_until("the first block has run", lambda: up.exists() or child.poll() is not None, BOUND_S + 60)
+            if child.poll() is None:
+                yield output
+                on.touch()
+            status = child.wait(BOUND_S + 60)
+            assert status == 0, output.read_text(errors="replace")
+        except BaseException:
+            print(_ends())
+            raise
+        finally:
+            child.terminate()  # it then ends what the commands have started
+            child.wait(60)
 
 
 @contextlib.contextmanager
@@ -92,16 +95,33 @@ def _command(page: str, heading: str, *more: str) -> list[str]:
     return [sys.executable, "scripts/run-page.py", page, heading, "--within", str(BOUND_S), *more]
 
 
-def _can_run(environment: str, ports: Sequence[int]) -> None:
+def _is(environment: str) -> None:
     if Path(sys.prefix).resolve() != (ROOT / environment).resolve():
         pytest.skip(f"NOT RUN: these tests run in {sys.prefix}, and the page's commands in {environment}")
-    for port in ports:
-        with socket.socket() as each:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                each.bind((HOST, port))
-            except OSError as error:
-                pytest.skip(f"NOT RUN: port {port} of the page's commands: {error}")
+
+
+@contextlib.contextmanager
+def _may_run(environment: str, ports: Sequence[int]) -> Iterator[None]:
+    """Pages share ports and logs, so tests that run side by side have one after the other."""
+    _is(environment)
+    with LOCK.open("w") as lock:
+        wait_until("no other page runs", lambda: _locked(lock), 3 * BOUND_S, every_s=0.5)
+        for port in ports:
+            with socket.socket() as each:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    each.bind((HOST, port))
+                except OSError as error:
+                    pytest.skip(f"NOT RUN: port {port} of the page's commands: {error}")
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _ends() -> str:

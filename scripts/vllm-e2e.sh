@@ -52,6 +52,12 @@ if ((ours)) && [[ $(realpath "$1") != "$(realpath .venv-vllm)" ]]; then
   not_run e2e/test_from_pages.py "$other"
   not_run e2e/test_readme.py "$other"
 fi
+. scripts/two-files.sh "$vllm_python"
+files=(e2e/test_{from_pages,pair,device_memory,ranks,kinds,launch,readme,pair_ends,served,states}.py)
+for file in e2e/test_*.py; do
+  [[ " ${files[*]} " == *" $file "* || $file == e2e/test_sglang* ]] || files+=("$file")
+done
 # The tests of device memory run on the CUDA driver double. Where it cannot be built, they are not run and say so.
 scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }
-KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh vllm "$vllm_python" python/tests/test_vllm_*.py e2e -v "${@:2}"
+KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh vllm "$vllm_python" \
+  "${files[@]}" python/tests/test_vllm_*.py -v "${two[@]}" "${@:2}"
