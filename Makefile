@@ -35,15 +35,16 @@ $(BUILD)/libkvconn.so: $(GOFILES) | tools
 	$(GO) build -trimpath -buildvcs=false -buildmode=c-shared -ldflags '$(LDFLAGS)' -o $@ ./capi
 	@rm -f $(BUILD)/libkvconn.h
 
+# The programs are compiled as the library is (pie), so that all share what is compiled of the packages below them.
 cmd: $(BUILD)/kvconn ## build/kvconn, the command as a program of its own
 $(BUILD)/kvconn: $(GOFILES) | tools
 	@mkdir -p $(BUILD)
-	$(GO) build -trimpath -buildvcs=false -ldflags '-s -w' -o $@ ./cmd/kvconn
+	$(GO) build -trimpath -buildvcs=false -buildmode=pie -ldflags '-s -w' -o $@ ./cmd/kvconn
 
 rig: $(BUILD)/kvconn-rig ## build/kvconn-rig, what tests and measures kvconn
 $(BUILD)/kvconn-rig: $(GOFILES) | tools
 	@mkdir -p $(BUILD)
-	$(GO) build -trimpath -buildvcs=false -ldflags '-s -w' -o $@ ./cmd/kvconn-rig
+	$(GO) build -trimpath -buildvcs=false -buildmode=pie -ldflags '-s -w' -o $@ ./cmd/kvconn-rig
 
 licenses: licenses/go/LICENSE ## licenses/, of all modules that libkvconn.so links; the wheel carries them
 licenses/go/LICENSE: $(GOFILES) | tools
@@ -151,6 +152,9 @@ rdma-test: | tools ## rdma/ on real queue pairs, in a small virtual machine; STA
 e2e: wheel rig ## faults on agents in processes of their own, rdma-test, then the real vLLM and SGLang pairs, also with failures
 	@GO=$(GO) scripts/e2e.sh $(VENV_VLLM) $(VENV_SGLANG)
 
+environments: ## .venv-vllm and .venv-sglang, which e2e makes where they are missing
+	@$(PYTHON) e2e/setup_vllm.py $(VENV_VLLM) && $(PYTHON) e2e/setup_sglang.py $(VENV_SGLANG)
+
 e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks; a part of e2e, but for the ranks
 	@scripts/sglang-e2e.sh $(VENV_SGLANG)
 
@@ -169,4 +173,4 @@ quick: $(VENV)/stamp | tools ## before the whole check: the style, the pages, th
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-core bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test e2e e2e-sglang e2e-versions lint quick clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-core bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test environments e2e e2e-sglang e2e-versions lint quick clean chaos

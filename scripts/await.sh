@@ -1,9 +1,9 @@
 # Sourced by scripts that start machines: `await COMMAND…` runs a command, or a function, and gives its status; whatever
 # ends the script ends the command with all that it started. A shell hears a signal only between commands and in `wait`,
-# so the command runs in the background, in a process group of its own.
+# so the command runs in the background, in a process group of its own. What a script starts beside such commands it names in other.
 set -m
-child=
-trap '[[ ! $child ]] || { kill -- "-$child" 2>/dev/null; wait "$child" 2>/dev/null || true; }' EXIT
+child= other=
+trap 'for each in $child $other; do kill -- "-$each" 2>/dev/null; wait "$each" 2>/dev/null || true; done' EXIT
 trap 'exit 130' INT; trap 'exit 143' TERM; trap 'exit 129' HUP
 
 await() {

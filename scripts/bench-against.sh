@@ -7,8 +7,8 @@ ref=${1:?usage: bench-against.sh REF [ROUNDS] [BLOCK]} rounds=${2:-15} block=${3
 dir=$(mktemp -d)
 trap 'git worktree remove --force "$dir/tree" >/dev/null 2>&1; git worktree prune; rm -rf "$dir"' EXIT
 git worktree add --quiet --detach "$dir/tree" "$ref"
-(cd "$dir/tree" && go build -trimpath -buildvcs=false -ldflags '-s -w' -o "$dir/before" ./cmd/kvconn)
-go build -trimpath -buildvcs=false -ldflags '-s -w' -o "$dir/after" ./cmd/kvconn
+(cd "$dir/tree" && go build -trimpath -buildvcs=false -buildmode=pie -ldflags '-s -w' -o "$dir/before" ./cmd/kvconn)
+go build -trimpath -buildvcs=false -buildmode=pie -ldflags '-s -w' -o "$dir/after" ./cmd/kvconn
 for ((i = 0; i < rounds; i++)); do
   # The order alternates too, so that neither always runs on the warmer machine.
   order=(before after)

@@ -5,11 +5,13 @@
 #
 # A stage NAME is build_NAME, which runs here (may be left out), and run_NAME, which runs in the guest, as root, in the
 # root of the tree, with its output in $out/NAME.log; not 0 is a failure. In a stage of two guests run_NAME runs in both,
-# with RXE_HOST 0 and 1. Only $out is written through to the host. All stages of one guest share one guest.
+# with RXE_HOST 0 and 1. Only $out is written through to the host. The stages of a list below share a machine, one after the
+# other. The two machines with one guest each run side by side, since the stages wait for a third of their time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/rdma-test
-one_guest=(go gpu agents python yama signals race)
+one_guest=(go yama signals race)
+beside=(gpu agents python)
 unless_named='signals race' # are left out
 two_guests=(hosts)
 bound=3000 # seconds, for all stages of a machine, its start included: it ends a hang, as the bounds of each step do
@@ -101,7 +103,7 @@ all_signals() { # by two processes, since they wait most of the time; stage go r
 signal_faults() { (cd rdma && timeout -k 5 600 "$binary" -test.v -test.timeout 560s -test.fullpath "${@:2}" -test.run "^TestSignalFaults\$/^($1)_"); }
 
 # The test rig, with the invariants on. Not with the race detector: it would have two cores emulate ten times as much.
-build_rig() { [[ -x $out/bin/kvconn-rig ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -o $out/bin/kvconn-rig ./cmd/kvconn-rig; }
+build_rig() { [[ -x $out/bin/kvconn-rig ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -buildmode=pie -o $out/bin/kvconn-rig ./cmd/kvconn-rig; }
 chaos() { timeout -k 5 480 $out/bin/kvconn-rig chaos --short --paths "$RXE_PATHS" --path-command rxe-link "$@"; }
 
 # Whole agents under load: processes killed and stopped, the control plane broken, paths taken off; then what becomes of
@@ -181,7 +183,8 @@ fi
 # ---- on the host ----
 
 for stage; do
-  [[ " ${one_guest[*]} ${two_guests[*]} " == *" $stage "* ]] || { echo "rdma-test: no stage $stage; there are: ${one_guest[*]} ${two_guests[*]}" >&2; exit 2; }
+  all="${one_guest[*]} ${beside[*]} ${two_guests[*]}"
+  [[ " $all " == *" $stage "* ]] || { echo "rdma-test: no stage $stage; there are: $all" >&2; exit 2; }
 done
 chosen() { # of a list, what the command line names
   local s
@@ -189,29 +192,39 @@ chosen() { # of a list, what the command line names
   return 0
 }
 mapfile -t one < <(chosen "$*" "${one_guest[@]}")
+mapfile -t more < <(chosen "$*" "${beside[@]}")
 mapfile -t two < <(chosen "$*" "${two_guests[@]}")
 
 . scripts/await.sh
 rm -rf $out && mkdir -p $out/bin
 rxe_prepare "make rdma-test" $out/prepare.log
-for stage in "${one[@]}" "${two[@]}"; do
+for stage in "${one[@]}" "${more[@]}" "${two[@]}"; do
   [[ $(type -t "build_$stage") != function ]] || await "build_$stage"
 done
 # A machine may die under the tests (125): its kernel has panicked, with memory that Soft-RoCE had corrupted and with a flags
-# register that the emulator had. That is told, with the kernel's last words above, and is no result: the stages have one
-# more machine, unless one had failed before. Of two machines, rxe-vm ends the other one at once.
-machine() {
-  local rc=0
-  rxe_vm "$@" || rc=$?
-  ((rc == 125)) && ! compgen -G "$out/*.failed" >/dev/null || return $rc
-  printf '%s\n' "############" "## rdma-test: THE EMULATED MACHINE DIED; once more" "############" >&2
-  rxe_vm "$@"
+# register that the emulator had. That is told, with the kernel's last words above, and is no result: its stages have one
+# more machine, unless one had failed before. Of two machines with a path between them, rxe-vm ends the other one at once.
+machine() { # STAGES ARGUMENT…
+  local rc=0 stage
+  rxe_vm --share $out --timeout $bound "${@:2}" || rc=$?
+  ((rc == 125)) || return $rc
+  for stage in $1; do
+    ! compgen -G "$out/$stage.*failed" >/dev/null || return $rc
+  done
+  printf '%s\n' "############" "## rdma-test: THE EMULATED MACHINE OF $1 DIED; once more" "############" >&2
+  rxe_vm --share $out --timeout $bound "${@:2}"
 }
+alone() { (($# == 0)) || machine "$*" -- scripts/rdma-test.sh --guest "$@"; }
 status=0
-((${#one[@]} == 0)) || machine --share $out --timeout $bound -- scripts/rdma-test.sh --guest "${one[@]}" || status=$?
+alone "${more[@]}" >$out/beside.out 2>&1 &
+other=$!
+alone "${one[@]}" || status=$?
+wait $other || status=$?
+other=
+cat $out/beside.out
 for stage in "${two[@]}"; do
   export RXE_TWO_HOSTS=1
-  machine --two-hosts --share $out --timeout $bound "scripts/rdma-test.sh --guest $stage" "scripts/rdma-test.sh --guest $stage" || status=$?
+  machine "$stage" --two-hosts "scripts/rdma-test.sh --guest $stage" "scripts/rdma-test.sh --guest $stage" || status=$?
 done
 cat $out/*.failed 2>/dev/null || true # once more, at the end
 echo "rdma-test: $([[ $status == 0 ]] && echo ok || echo "FAILED (status $status)"); logs in $out"

@@ -1,4 +1,4 @@
-"""Tests of scripts/rxe-vm and scripts/rdma-test.sh: the status when an emulated machine dies. The machines are doubles."""
+"""Tests of scripts/rxe-vm and scripts/rdma-test.sh: what becomes of them when an emulated machine dies. The machines are doubles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +81,23 @@ def test_machines_that_stay_are_killed_in_time(hosts: tuple[str, ...], doubles: 
     assert ran.returncode == 124
 
 
+@pytest.fixture
+def rdma_test(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """Starts rdma-test.sh with stages and the texts of its machines."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("rdma-test.sh", "await.sh"):
+        shutil.copy(SCRIPTS / name, tmp_path / "scripts" / name)
+    machine = tmp_path / "scripts" / "rxe-vm"
+    machine.write_text(MACHINE.format(starts=tmp_path / "starts"))
+    machine.chmod(0o755)
+
+    def start(stages: Sequence[str], machines: Sequence[str]) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "GO": "true", "MAKE": "true", **{f"MACHINE_{i}": text for i, text in enumerate(machines, 1)}}
+        return subprocess.Popen([tmp_path / "scripts" / "rdma-test.sh", *stages], env=environment, stdin=subprocess.DEVNULL)
+
+    return start
+
+
 @pytest.mark.parametrize(
     ("machines", "status", "started"),
     [
@@ -87,15 +107,34 @@ def test_machines_that_stay_are_killed_in_time(hosts: tuple[str, ...], doubles: 
         pytest.param(["touch build/rdma-test/hosts.0.log.failed; exit 125"], 125, 1, id="a stage fails, then a machine dies"),
     ],
 )
-def test_a_machine_that_died_is_followed_by_one_more(machines: list[str], status: int, started: int, tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    for name in ("rdma-test.sh", "await.sh"):
-        shutil.copy(SCRIPTS / name, tmp_path / "scripts" / name)
-    starts = tmp_path / "starts"
-    machine = tmp_path / "scripts" / "rxe-vm"
-    machine.write_text(MACHINE.format(starts=starts))
-    machine.chmod(0o755)
-    environment = {**os.environ, "GO": "true", **{f"MACHINE_{i}": text for i, text in enumerate(machines, 1)}}
-    script = tmp_path / "scripts" / "rdma-test.sh"
-    ran = subprocess.run([script, "hosts"], env=environment, stdin=subprocess.DEVNULL, timeout=HANG_S, check=False)
-    assert (ran.returncode, len(starts.read_text())) == (status, started)
+def test_a_machine_that_died_is_followed_by_one_more(
+    rdma_test: Any, machines: list[str], status: int, started: int, tmp_path: Path
+) -> None:
+    assert rdma_test(["hosts"], machines).wait(HANG_S) == status
+    assert len((tmp_path / "starts").read_text()) == started
+
+
+SIDE_BY_SIDE = ["yama", "python"]  # are of two machines
+MEETS = "touch met.$$; until (($(ls met.* | wc -l) == 2)); do sleep 0.02; done; "
+
+
+@pytest.mark.parametrize(("ends", "status"), [("exit 0", 0), ("exit $(($(ls met.* | sort | head -1 | cut -d. -f2) == $$ ? 0 : 3))", 3)])
+def test_machines_of_one_guest_run_side_by_side(rdma_test: Any, ends: str, status: int) -> None:
+    """Each waits for the other. In the second case one of the two fails."""
+    assert rdma_test(SIDE_BY_SIDE, 2 * [MEETS + ends]).wait(HANG_S) == status
+
+
+def test_no_machine_outlives_the_script(rdma_test: Any, tmp_path: Path) -> None:
+    script = rdma_test(SIDE_BY_SIDE, 2 * [MEETS + "echo $$ >>pids; exec sleep 600"])
+    until(lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2)
+    script.terminate()
+    assert script.wait(HANG_S) == 143
+    pids = (tmp_path / "pids").read_text().split()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    begin = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begin < HANG_S
+        time.sleep(0.02)
