@@ -175,11 +175,11 @@ def install_wheel(python: str, wheel: Path) -> None:
 
 
 def installed(python: str, wheel: Path) -> bool:
-    """By what pip notes of a file that it was given (PEP 610)."""
+    """By what pip notes of a file that it was given (PEP 610), in this environment's own folder: another's may be on its path."""
     code = (
-        "import importlib.metadata as m, json, sys\n"
-        "try: text = m.distribution(sys.argv[1]).read_text('direct_url.json')\n"
-        "except m.PackageNotFoundError: text = None\n"
+        "import importlib.metadata as m, json, sys, sysconfig\n"
+        "own = m.distributions(name=sys.argv[1], path=[sysconfig.get_path('purelib')])\n"
+        "text = next((each.read_text('direct_url.json') for each in own), None)\n"
         "print(json.loads(text or '{}').get('archive_info', {}).get('hashes', {}).get('sha256'))\n"
     )
     said = subprocess.run([python, "-I", "-c", code, wheel.name.partition("-")[0]], capture_output=True, text=True, check=False)

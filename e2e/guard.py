@@ -93,8 +93,10 @@ def guard(start: Callable[[], Child], stop_s: float) -> int:
             asked.append(True)  # the process that started this one is gone, or has asked for the end
 
     if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGTERM)
+        for ask in (os.killpg, os.kill):  # one that was just forked is not in a group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                ask(child.pid, signal.SIGTERM)
+                break
         deadline = time.monotonic() + stop_s
         while child.poll() is None and time.monotonic() < deadline:
             select.select([wake_r], [], [], max(0.0, deadline - time.monotonic()))

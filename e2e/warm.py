@@ -1,10 +1,11 @@
 """Processes that have imported an engine, and fork its servers: to import vLLM or SGLang takes ten seconds of a processor.
 
-Server.start (servers.py) starts what runs forked_vllm.py or forked_sglang.py this way: the guard is a fork of such a process, and the
-server is a fork of the guard. Tests whose servers start as users start them name neither file.
+Server.start (servers.py) starts what runs forked_vllm.py or forked_sglang.py this way, if OMP_NUM_THREADS is 1: the guard is a fork of
+such a process, and the server is a fork of the guard. Tests whose servers start as users start them name neither file.
 
 A fork gets an os.environ of its own, but libraries have read the one before it. So there is such a process for each environment, apart
-from the engines' own variables, which engines read when they use them. kvconn's library is not loaded there: Go does not survive a fork.
+from vLLM's own variables, which vLLM reads when it uses them. (SGLang reads some of its own when it is imported.) kvconn's library is
+not loaded there: Go does not survive a fork.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ HERE = Path(__file__).resolve()
 PROGRAMS = ("forked_vllm", "forked_sglang")
 IMPORT_S = 180.0  # of an engine, cold disk
 MOST = 2  # such processes at a time; each holds a gigabyte
-_NOT_READ_BEFORE = ("VLLM_", "SGLANG_", "KVCONN_E2E_RUN", "KVCONN_SERVES", "PYTEST_")
+_NOT_READ_BEFORE = ("VLLM_", "KVCONN_E2E_RUN", "KVCONN_SERVES", "PYTEST_")
 _REQUEST = 1 << 20  # bytes; it names the whole environment
 
 
@@ -174,6 +175,7 @@ class _Is(BaseException):
 
 def _forks(name: str, asked: socket.socket) -> None:
     """Forks a guard for each request. Returns when nobody can ask any more."""
+    before = dict(os.environ)
     engine = importlib.import_module(name)
     engine.imports()
     threads = os.listdir("/proc/self/task")
@@ -192,18 +194,19 @@ def _forks(name: str, asked: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             asked.close()
-            raise _Is(functools.partial(_guards, engine, json.loads(request), *fds))
+            raise _Is(functools.partial(_guards, engine, before, json.loads(request), *fds))
         for fd in fds:
             os.close(fd)
         asked.send(str(pid).encode())
 
 
-def _guards(engine: ModuleType, request: dict[str, Any], stdin: int, stdout: int, log: int, status: int) -> None:
+def _guards(engine: ModuleType, before: dict[str, str], request: dict[str, Any], stdin: int, stdout: int, log: int, status: int) -> None:
     os.setsid()
     for fd, number in ((stdin, 0), (stdout, 1), (log, 2)):
         os.dup2(fd, number)
         os.close(fd)
-    os.environ.clear()
+    for key in before.keys() - request["env"].keys():  # what the imports have set stays
+        os.environ.pop(key, None)
     os.environ.update(request["env"])
 
     def start() -> _Forked:

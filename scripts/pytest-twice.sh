@@ -5,9 +5,11 @@
 set -euo pipefail
 cache=$(cd "$(dirname "$0")/.." && pwd)/build/pytest-$1 python=$2
 shift 2
-rm -rf "$cache"
+rm -rf "$cache" && mkdir -p "${cache%/*}"
 status=0
-"$python" -m pytest --durations=15 "$@" -o cache_dir="$cache" || status=$?
+"$python" -m pytest --durations=15 "$@" -o cache_dir="$cache" 2>&1 | tee "$cache.log" || status=$?
+# A process that runs files has died: of what, no second run would say.
+! grep -qE "worker 'gw[0-9]+' crashed|replacing crashed worker|node down" "$cache.log" || exit 1
 ((status == 1)) || exit $status
 failed=$("$python" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$cache/v/cache/lastfailed")
 ((count = $(wc -l <<<"$failed"), count <= 3)) || exit 1
