@@ -53,7 +53,7 @@ func TestBodiesThatNeverCome(t *testing.T) {
 			t.Fatalf("%.20q: %v", head, err)
 		}
 		resp.Body.Close()
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 		if err := s.Close(ctx); err != nil {
 			t.Error(err)
 		}

@@ -4,6 +4,8 @@ import (
 	"math"
 	"strings"
 	"testing"
+
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 func region(name string, group uint32, base, stride, bytes uint64, blocks uint32) Region {
@@ -190,7 +192,7 @@ func TestCheckBlocks(t *testing.T) {
 // TestNewLayoutAgainstNaive compares the overlap check with one that marks
 // every byte.
 func TestNewLayoutAgainstNaive(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	agreed := map[bool]int{}
 	for range 20_000 {
 		regions := make([]Region, 2+rnd.IntN(3))

@@ -5,6 +5,8 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 // shaped gives a region its geometry: heads from first up to end of total.
@@ -109,7 +111,7 @@ func (s someSide) regions(name string, group uint32, base uint64, item uint64, t
 
 // TestMatchAgainstNaive: random geometries on both sides.
 func TestMatchAgainstNaive(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	sizes := []uint32{1, 2, 3, 4, 6, 12, 16, 32, 48, 64}
 	const limit = 12
 	seen := map[string]int{}

@@ -4,28 +4,13 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"reflect"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
-	"time"
-)
 
-// newRand has the same seed in each run, so that a change fails by its own fault; KVCONN_SEED names another, or is "random".
-func newRand(t *testing.T) *rand.Rand {
-	seed := uint64(1)
-	switch s := os.Getenv("KVCONN_SEED"); s {
-	case "":
-	case "random":
-		seed = uint64(time.Now().UnixNano())
-	default:
-		seed, _ = strconv.ParseUint(s, 10, 64)
-	}
-	t.Logf("KVCONN_SEED=%d repeats it", seed) // at the start: a test that hangs or panics has said it too
-	return rand.New(rand.NewPCG(seed, 0))
-}
+	"github.com/kvconn/kvconn/rig/seed"
+)
 
 func mustLayout(t testing.TB, regions ...Region) *Layout {
 	t.Helper()
@@ -187,7 +172,7 @@ func checkOrder(t *testing.T, l, peer *Layout, src, dst [][]BlockID) {
 }
 
 func TestOrderAgainstNaive(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	for range 2000 {
 		groups := 1 + rnd.IntN(3)
 		var a, b []Region

@@ -120,7 +120,7 @@ def open_stream(url: str, body: dict[str, Any], timeout_s: float = 60) -> Iterat
 
 def metric(url: str, name: str, /, absent: float | None = None, **labels: str) -> float:
     """The sum of a metric over the labels that are not named. A counter with labels may not be there yet: absent stands for it."""
-    status, body = request("GET", url + "/metrics", timeout_s=10)
+    status, body = request("GET", url + "/metrics", timeout_s=60)  # it ends a hang
     if status != 200:
         raise ServerError(f"{url}/metrics answers {status}")
     lines = [line for line in body.decode().splitlines() if line.startswith((name + "{", name + " "))]

@@ -1,17 +1,15 @@
 package natsbus
 
 import (
-	"math/rand/v2"
 	"testing"
-	"time"
+
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 // TestWhoMakesRoom: of all keys that have the most sessions in use, the one gives way whose session was not used for
 // longest, by that session. The heap says so after any uses, as a look at all sessions does.
 func TestWhoMakesRoom(t *testing.T) {
-	seed := uint64(time.Now().UnixNano())
-	t.Log("seed", seed)
-	rnd := rand.New(rand.NewPCG(seed, 0))
+	rnd := seed.Rand(t)
 	lookAtAll := func(s *served) (first *held) {
 		most := 0
 		for e := s.used.Front(); e != nil; e = e.Next() {

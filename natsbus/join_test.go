@@ -73,9 +73,7 @@ func TestJoin(t *testing.T) {
 		}
 		return err
 	}
-	if err := found(); err != nil {
-		t.Fatal(err)
-	}
+	eventually(t, "the rank is found", found)
 	ask(t, d, core.Via(p.url()), "P1", "P1 via : hello D")
 	ask(t, d, core.Via(p.url()), "P0", "P0 via : hello D")
 	ask(t, second, "", "D", "D via "+p.url()+": hello P1") // and the other way

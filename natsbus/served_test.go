@@ -2,7 +2,6 @@ package natsbus
 
 import (
 	"fmt"
-	"math/rand/v2"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -11,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 var nopLog = zap.NewNop()
@@ -46,11 +46,12 @@ func TestReplays(t *testing.T) {
 	if a := r.take(2999); a != arrivalOld {
 		t.Errorf("2999 after 100000 is %v", a)
 	}
+	rnd := seed.Rand(t)
 	for range 100 { // in any order, each once, whatever the window
 		var r replays
 		seen := map[uint64]bool{}
 		for range 2000 {
-			n := rand.Uint64N(5000)
+			n := rnd.Uint64N(5000)
 			a := r.look(n)
 			if b := r.take(n); a != b || a == arrivalNew && seen[n] || a == arrivalSeen && !seen[n] {
 				t.Fatalf("%d is %v and then %v; taken before: %v", n, a, b, seen[n])

@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/natsbus"
@@ -229,7 +228,7 @@ func TestEndpointIsCheckedAgain(t *testing.T) {
 			t.Errorf("%s at %s: %v", c.endpoint, c.address, err)
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	for _, endpoint := range []string{"10.0.0.1", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:http", "localhost:7000", "[::1]:7000"} {
 		var refused *refusedError

@@ -156,11 +156,9 @@ type slow struct {
 func (s *slow) Name() string { return s.name }
 
 func (s *slow) Usable(ctx context.Context, _ core.AgentID) error {
-	if ctx.Err() == nil {
-		end, _ := ctx.Deadline()
-		*s.until = append(*s.until, end)
-		<-ctx.Done()
-	}
+	end, _ := ctx.Deadline()
+	*s.until = append(*s.until, end)
+	<-ctx.Done()
 	return ctx.Err()
 }
 

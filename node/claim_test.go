@@ -27,7 +27,7 @@ func (s *side) claim(from string, ids ...core.TransferID) {
 func TestClaimsOutliveTheLease(t *testing.T) {
 	leaktest.Check(t)
 	pc := testConfig(RolePrefill)
-	pc.Lease = Seconds(time.Second)
+	pc.Lease = Seconds(3 * time.Second) // six times as long as until the next renewal
 	dc := testConfig(RoleDecode)
 	soon(&dc)
 	p, d := open(t, pc), open(t, dc)

@@ -136,7 +136,7 @@ func TestRefusals(t *testing.T) {
 // A client has a bound for its body. An engine has none for its answer.
 func TestBodyIsAwaitedInBounds(t *testing.T) {
 	leaktest.Check(t)
-	const limit = time.Second // {} comes within it, on a slow machine too
+	const limit = 3 * time.Second // {} comes within it, on a slow machine too
 	slow := func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
 		select {

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 // chainOf makes writes of one piece each.
@@ -154,7 +155,7 @@ type modelRequest struct {
 // The counts are held against a list of all requests. The queue pair completes in order,
 // tells of signalled requests only, many at a time, and sometimes as late as it may.
 func TestSendQueueRandom(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	for range 300 {
 		modelSendQueue(t, rnd)
 	}

@@ -7,12 +7,13 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 // Whatever is given when, and whatever lanes break: each stripe's mark follows all of its
 // bytes and comes when all stripes have been given all, and each byte is in one stripe.
 func TestDealRandom(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	for range 50 {
 		n := 100 + 7*rnd.IntN(50) + 1
 		table := chunkTable(t, n)

@@ -6,6 +6,8 @@ import (
 	"reflect"
 	"testing"
 	"time"
+
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 var epoch = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
@@ -202,7 +204,7 @@ func TestChoosePathsRefuses(t *testing.T) {
 // none. All paths that get a share end at the same time, and a path without one is busy
 // for longer.
 func TestChoosePathsRandom(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	for range 2000 {
 		paths := make([]candidate, 1+rnd.IntN(8))
 		up := 0

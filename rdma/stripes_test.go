@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 func pairsOf(lengths ...uint64) []core.Pair {
@@ -85,7 +86,7 @@ func checkStripes(t *testing.T, stripes []stretch, pairs []core.Pair, weights []
 // Shares differ from the weights by less than the alignment of a cut, as long as
 // none is near the least.
 func TestSplitShares(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	for range 200 {
 		pairs := make([]core.Pair, 1+rnd.IntN(200))
 		for i := range pairs {

@@ -8,6 +8,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/rig/seed"
 )
 
 // numbers reads an input as numbers.
@@ -102,7 +103,7 @@ func FuzzWrites(f *testing.F) {
 
 // The same on inputs that are random all over.
 func TestWritesRandom(t *testing.T) {
-	rnd := newRand(t)
+	rnd := seed.Rand(t)
 	for range 500 {
 		in := make([]byte, 100+rnd.IntN(400))
 		for i := range in {

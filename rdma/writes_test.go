@@ -3,30 +3,13 @@ package rdma
 import (
 	"math"
 	"math/rand/v2"
-	"os"
 	"reflect"
-	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
-
-// newRand has the same seed in each run, so that a change fails by its own fault; KVCONN_SEED names another, or is "random".
-func newRand(t testing.TB) *rand.Rand {
-	seed := uint64(1)
-	switch s := os.Getenv("KVCONN_SEED"); s {
-	case "":
-	case "random":
-		seed = uint64(time.Now().UnixNano())
-	default:
-		seed, _ = strconv.ParseUint(s, 10, 64)
-	}
-	t.Logf("KVCONN_SEED=%d repeats it", seed) // at the start: a test that hangs or panics has said it too
-	return rand.New(rand.NewPCG(seed, 0))
-}
 
 func pr(src, dst uint32, srcOffset, dstOffset, length uint64) core.Pair {
 	return core.Pair{SrcRegion: src, DstRegion: dst, SrcOffset: srcOffset, DstOffset: dstOffset, Length: length}

@@ -230,7 +230,7 @@ func TestHostileHello(t *testing.T) {
 	greeting := hello(newRandom(), 0, 1, 0)
 	other := bytes.Clone(greeting)
 	other[3]++ // the version
-	p, d := newAgent(t, Config{DialTimeout: time.Second}), newAgent(t, Config{})
+	p, d := newAgent(t, Config{DialTimeout: 3 * time.Second}), newAgent(t, Config{})
 	move(t, p, d, "before")
 	for name, c := range map[string]struct {
 		bytes []byte

@@ -188,8 +188,8 @@ func TestAnswersThatWrite(t *testing.T) {
 // 870 MiB. Now an agent answers for transfers of agents that have said hello to it, a few
 // at a time.
 func TestHostThatRenews(t *testing.T) {
-	p := start(t, map[string]any{"role": "prefill"})
-	d := start(t, map[string]any{"role": "decode", "peer_timeout_s": 10}) // the attacker and others use this machine too
+	p := start(t, map[string]any{"role": "prefill", "peer_timeout_s": 10}) // the attacker and others use this machine too
+	d := start(t, map[string]any{"role": "decode", "peer_timeout_s": 10})
 	calm := before(t, p, d)
 	many := &wire.Renew{}
 	for i := range 1024 {

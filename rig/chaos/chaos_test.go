@@ -120,7 +120,7 @@ func TestVerdictTurnsRed(t *testing.T) {
 		sabotageMute:   "lost report",
 		sabotageTwice:  "is reported twice",
 	}
-	res := run(t, Options{Faults: 1, Seed: 7, sabotage: sortedKeys(broken), Parts: []string{"faults"}, drain: time.Second})
+	res := run(t, Options{Faults: 1, Seed: 7, sabotage: sortedKeys(broken), Parts: []string{"faults"}, drain: 5 * time.Second})
 	if res.OK || res.Wrong == 0 || res.Lost == 0 {
 		t.Errorf("the verdict is %v: %d wrong bytes, %d lost", res.OK, res.Wrong, res.Lost)
 	}

@@ -11,10 +11,10 @@ import (
 
 // limit is how long goroutines may take to end after the test: closing a
 // socket ends its reader soon, but not at once.
-const limit = 5 * time.Second
+const limit = 15 * time.Second
 
 // Check notes which goroutines run now and, when the test and all its later
-// cleanups are done, waits up to five seconds until the others have ended. If
+// cleanups are done, waits up to limit until the others have ended. If
 // some have not, the test fails and prints their stacks.
 //
 // It must be the first line of the test, since cleanups run last in, first
