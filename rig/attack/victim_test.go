@@ -93,6 +93,7 @@ func TestMain(m *testing.M) {
 
 // said is a line of a victim.
 type said struct {
+	at               time.Time // when it came
 	Ready            bool
 	Bootstrap, Agent string
 	Report, Code     string
@@ -264,6 +265,7 @@ func (v *victim) run(cmd *exec.Cmd) {
 		for s.Scan() {
 			var l said
 			if json.Unmarshal(s.Bytes(), &l) == nil {
+				l.at = time.Now()
 				v.lines <- l
 			}
 		}
