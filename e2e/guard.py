@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
@@ -56,7 +56,7 @@ def signal_all(pids: Sequence[int], number: int) -> None:
 def in_child() -> None:
     """Before a server's own code: a session of its own, which ends with the guard."""
     os.setsid()
-    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
 
@@ -72,7 +72,7 @@ class Child(Protocol):
 
 def guard(start: Callable[[], Child], stop_s: float) -> int:
     """Starts the server and stays until it and all that it leaves have ended; returns its status as a shell says it."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # A pipe wakes the select below when a child ends or we are asked to stop.
     wake_r, wake_w = os.pipe()
     os.set_blocking(wake_w, False)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tiny_model
 import warm
 from asking import HOST, ServerError, wait_until
+from guard import descendants
 from servers import Server, free_ports, leftovers, wait_ready
 from vllm_pair import HERE, environment
 
@@ -64,6 +65,12 @@ def test_one_that_is_killed(serving: Forked) -> None:
     """With all of its processes, as when the machine dies."""
     serving.kill()
     assert not serving.alive() and not serving.healthy()
+
+
+def test_one_that_was_not_stopped_is_found(serving: Forked) -> None:
+    """The server, its engine and the guard."""
+    left = {int(each.partition(":")[0]) for each in leftovers(serving.run)}
+    assert {serving.pid, serving.guard, *descendants(serving.pid)} <= left and len(left) > 2
 
 
 def test_one_whose_guard_is_killed(serving: Forked) -> None:

@@ -29,13 +29,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from guard import PR_SET_CHILD_SUBREAPER, children, guard, in_child, prctl
+from guard import guard, in_child
 
 HERE = Path(__file__).resolve()
 PROGRAMS = ("forked_vllm", "forked_sglang")
 IMPORT_S = 180.0  # of an engine, cold disk
 MOST = 2  # such processes at a time; each holds a gigabyte
-_NOT_READ_BEFORE = ("VLLM_", "KVCONN_E2E_RUN", "KVCONN_SERVES", "PYTEST_")
+MARK = "KVCONN_E2E_RUN"  # names the variable that marks every process of a run
+_NOT_READ_BEFORE = ("VLLM_", MARK, "KVCONN_SERVES", "PYTEST_")
 _REQUEST = 1 << 20  # bytes; it names the whole environment
 
 
@@ -90,8 +91,6 @@ class _Warm:
                 pass_fds=[its.fileno()],
                 start_new_session=True,
             )
-        self.pid = self._child.pid
-        self.guards: set[int] = set()
 
     def fork(self, argv: Sequence[str], env: Mapping[str, str], stop_s: float, log: int) -> Guard:
         request = json.dumps({"argv": list(argv), "env": dict(env), "stop_s": stop_s}).encode()
@@ -107,9 +106,10 @@ class _Warm:
                 said = b""
         guard = Guard(int(said or 0), os.fdopen(its_stdin, "wb", 0), os.fdopen(its_stdout, "rb", 0), its_status)
         if not said:
-            self._said.seek(0)
-            raise OSError(f"{argv[1]}: the process that forks its servers is gone: {self._said.read().decode(errors='replace')[-2000:]}")
-        self.guards.add(guard.pid)
+            guard.stdin.close(), guard.stdout.close(), os.close(its_status)
+            size = os.fstat(self._said.fileno()).st_size
+            last = os.pread(self._said.fileno(), 2000, max(0, size - 2000)).decode(errors="replace")
+            raise OSError(f"{argv[1]}: the process that forks its servers is gone: {last}")
         return guard
 
     def end(self) -> None:
@@ -143,10 +143,14 @@ def fork(argv: Sequence[str], env: Mapping[str, str], stop_s: float, log: int) -
     return guard
 
 
-def left() -> list[int]:
-    """Processes that their guards have left behind. In /proc a fork has the environment of the process that it is a fork of, without
-    the mark that others are found by."""
-    return [child for warm in _all.values() for child in children(warm.pid) if child not in warm.guards]
+def has_mark(pid: str, mark: str) -> bool:
+    """A fork has in /proc the environment of the process that it is a fork of, without its own mark. So a file has it."""
+    with contextlib.suppress(OSError):
+        for fd in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(fd.path).startswith(f"/memfd:{mark}"):
+                    return True
+    return False
 
 
 # -- the side of who forks them -------------------------------------------------------------------------------------
@@ -185,7 +189,6 @@ def _forks(name: str, asked: socket.socket) -> None:
         )
     sys.path.remove(str(HERE.parent))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no guard that has ended waits here
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # see left
     gc.freeze()
     while True:
         request, fds, _, _ = socket.recv_fds(asked, _REQUEST, 4)
@@ -208,6 +211,7 @@ def _guards(engine: ModuleType, before: dict[str, str], request: dict[str, Any],
     for key in before.keys() - request["env"].keys():  # what the imports have set stays
         os.environ.pop(key, None)
     os.environ.update(request["env"])
+    mark = os.memfd_create(f"{MARK}={os.environ.get(MARK)}")  # see has_mark
 
     def start() -> _Forked:
         pid = os.fork()
@@ -222,6 +226,7 @@ def _guards(engine: ModuleType, before: dict[str, str], request: dict[str, Any],
         raise
     except BaseException:
         traceback.print_exc()
+    os.close(mark)  # who reads the status may look for what is left
     os.write(status, str(code).encode())
     os._exit(code)
 

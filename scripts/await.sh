@@ -3,8 +3,16 @@
 # so the command runs in the background, in a process group of its own. What a script starts beside such commands it names in other.
 set -m
 child= other=
-trap 'for each in $child $other; do kill -- "-$each" 2>/dev/null || true; wait "$each" 2>/dev/null || true; done' EXIT
+trap end_all EXIT
 trap 'exit 130' INT; trap 'exit 143' TERM; trap 'exit 129' HUP
+
+end_all() {
+  local each
+  for each in $child $other; do
+    kill -- "-$each" 2>/dev/null || true
+    wait "$each" 2>/dev/null || true
+  done
+}
 
 await() {
   local rc=0

@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/rdma-test
 one_guest=(go yama signals race)
-beside=(gpu agents python)
+neighbours=(gpu agents python)
 unless_named='signals race' # are left out
 two_guests=(hosts)
 bound=3000 # seconds, for all stages of a machine, its start included: it ends a hang, as the bounds of each step do
@@ -183,7 +183,7 @@ fi
 # ---- on the host ----
 
 for stage; do
-  all="${one_guest[*]} ${beside[*]} ${two_guests[*]}"
+  all="${one_guest[*]} ${neighbours[*]} ${two_guests[*]}"
   [[ " $all " == *" $stage "* ]] || { echo "rdma-test: no stage $stage; there are: $all" >&2; exit 2; }
 done
 chosen() { # of a list, what the command line names
@@ -192,7 +192,7 @@ chosen() { # of a list, what the command line names
   return 0
 }
 mapfile -t one < <(chosen "$*" "${one_guest[@]}")
-mapfile -t more < <(chosen "$*" "${beside[@]}")
+mapfile -t more < <(chosen "$*" "${neighbours[@]}")
 mapfile -t two < <(chosen "$*" "${two_guests[@]}")
 
 . scripts/await.sh
@@ -215,13 +215,27 @@ machine() { # STAGES ARGUMENT…
   rxe_vm --share $out --timeout $bound "${@:2}"
 }
 alone() { (($# == 0)) || machine "$*" -- scripts/rdma-test.sh --guest "$@"; }
+# It ends with this script, also when that is killed outright.
+beside() {
+  local rc=0 me=$BASHPID watch
+  { tail --pid=$$ -f /dev/null; kill -- -$me; } &
+  watch=$!
+  alone "$@" || rc=$?
+  kill $watch 2>/dev/null || true
+  return $rc
+}
 status=0
-alone "${more[@]}" >$out/beside.out 2>&1 &
-other=$!
-alone "${one[@]}" || status=$?
-wait $other || status=$?
-other=
-cat $out/beside.out
+if ((${#one[@]} && ${#more[@]})); then
+  trap 'end_all; [[ ! $other ]] || cat $out/beside.out' EXIT
+  beside "${more[@]}" >$out/beside.out 2>&1 &
+  other=$!
+  alone "${one[@]}" || status=$?
+  wait $other || status=$?
+  cat $out/beside.out
+  other=
+else
+  alone "${one[@]}" "${more[@]}" || status=$?
+fi
 for stage in "${two[@]}"; do
   export RXE_TWO_HOSTS=1
   machine "$stage" --two-hosts "scripts/rdma-test.sh --guest $stage" "scripts/rdma-test.sh --guest $stage" || status=$?

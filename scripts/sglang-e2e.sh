@@ -10,6 +10,9 @@ if [[ $sglang_not_run ]]; then
 fi
 # The tests of device memory run on the CUDA driver double. Where it cannot be built, they are not run and say so.
 scripts/gpu-double.sh || { status=$?; ((status == 75)) || exit $status; }
+ours=0
+[[ $(realpath -s "$(dirname "$sglang_python")") != "$(realpath -s "$1")/bin" ]] || ours=1
+export KVCONN_E2E_OURS=$ours # e2e/readme.py
 . scripts/two-files.sh "$sglang_python"
 files=(e2e/test_sglang{,_common,_role_change,_pages,_device_memory,_readme}.py)
 for file in e2e/test_sglang*.py; do

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_machines_that_stay_are_killed_in_time(hosts: tuple[str, ...], doubles: 
 
 
 @pytest.fixture
-def rdma_test(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+def rdma_test(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts rdma-test.sh with stages and the texts of its machines."""
     (tmp_path / "scripts").mkdir()
     for name in ("rdma-test.sh", "await.sh"):
@@ -91,11 +91,17 @@ def rdma_test(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
     machine.write_text(MACHINE.format(starts=tmp_path / "starts"))
     machine.chmod(0o755)
 
+    started: list[subprocess.Popen[bytes]] = []
+
     def start(stages: Sequence[str], machines: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "GO": "true", "MAKE": "true", **{f"MACHINE_{i}": text for i, text in enumerate(machines, 1)}}
-        return subprocess.Popen([tmp_path / "scripts" / "rdma-test.sh", *stages], env=environment, stdin=subprocess.DEVNULL)
+        started.append(subprocess.Popen([tmp_path / "scripts" / "rdma-test.sh", *stages], env=environment, stdin=subprocess.DEVNULL))
+        return started[-1]
 
-    return start
+    yield start
+    for each in started:
+        each.terminate()
+        each.wait(HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +130,21 @@ def test_machines_of_one_guest_run_side_by_side(rdma_test: Any, ends: str, statu
     assert rdma_test(SIDE_BY_SIDE, 2 * [MEETS + ends]).wait(HANG_S) == status
 
 
-def test_no_machine_outlives_the_script(rdma_test: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "status"), [("terminate", 143), ("kill", -9)])
+def test_no_machine_outlives_the_script(rdma_test: Any, tmp_path: Path, end: str, status: int) -> None:
     script = rdma_test(SIDE_BY_SIDE, 2 * [MEETS + "echo $$ >>pids; exec sleep 600"])
     until(lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2)
-    script.terminate()
-    assert script.wait(HANG_S) == 143
+    getattr(script, end)()
+    assert script.wait(HANG_S) == status
     pids = (tmp_path / "pids").read_text().split()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    until(lambda: not any(lives(pid) for pid in pids))
+
+
+def lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def until(holds: Callable[[], bool]) -> None:
