@@ -134,9 +134,9 @@ attack: cmd | tools ## attacks on real agents in processes of their own: what ea
 
 TIME ?= 5m
 # Their seed is fixed elsewhere.
-RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestSendQueueRandom|TestSplitShares|TestWritesRandom)$$
+RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestReplays|TestSendQueueRandom|TestSplitShares|TestWhoMakesRoom|TestWritesRandom)$$
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
-	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./core ./rdma
+	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./core ./rdma ./natsbus
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
 
 # TIME's default is the soak's; unless it is given, a target gets a minute.

@@ -16,7 +16,9 @@ multiprocessing.set_start_method = lambda *_, **__: None
 
 
 def imports() -> None:
-    """What takes longest of what a server imports. SGLang's plugins, kvconn among them, are not in it."""
+    """What takes longest of what a server imports. SGLang's plugins, kvconn among them, are not in it. setproctitle, by which SGLang names
+    its processes, finds a process's title only while the environment is as it was at the start."""
+    importlib.import_module("setproctitle").getproctitle()
     for name in ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.entrypoints.openai.serving_responses"):
         importlib.import_module(name)
 

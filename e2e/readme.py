@@ -107,13 +107,21 @@ def _may_run(environment: str, ports: Sequence[int]) -> Iterator[None]:
     with LOCK.open("w") as lock:
         wait_until("no other page runs", lambda: _locked(lock), 3 * BOUND_S, every_s=0.5)
         for port in ports:
-            with socket.socket() as each:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    each.bind((HOST, port))
-                except OSError as error:
-                    _not_run(f"NOT RUN: port {port} of the page's commands: {error}")
+            try:  # what another page's commands have left gives its ports back when it has ended
+                wait_until(f"port {port} of the page's commands is free", lambda port=port: _free(port), BOUND_S)
+            except TimeoutError as error:
+                _not_run(f"NOT RUN: {error}")
         yield
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as each:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            each.bind((HOST, port))
+        except OSError:
+            return False
+        return True
 
 
 def _not_run(told: str) -> None:

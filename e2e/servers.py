@@ -34,13 +34,13 @@ def free_ports(count: int) -> list[int]:
     The kernel gives higher ports to outgoing connections: such a connection could take a port before its server does.
     """
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    low = 10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2
+    low, high = 10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2, min(ephemeral, 28_000)
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         for tried in range(100 * count):
             each = held.enter_context(socket.socket())
             try:
-                each.bind((HOST, random.randrange(low, ephemeral, 2) if ephemeral > 10_000 and tried < 50 * count else 0))
+                each.bind((HOST, random.randrange(low, high, 2) if high > low and tried < 50 * count else 0))
             except OSError:
                 continue
             if each.getsockname()[1] in PAGES:

@@ -2,8 +2,8 @@
 """The end of a check: `scripts/digest.py FOLDER`, where FOLDER is what KVCONN_CHECK named for scripts/stage.py.
 
 Prints at most 60 lines: each failed test with its own lines, each data race's first stack, each failed command, the tests that
-failed once and then passed alone (FLAKY), what was not run, and how long each stage took. The exit status is 1 if a stage has failed,
-or if more than three tests were flaky.
+failed once and then passed alone (FLAKY), what was not run, and how long each stage took and kept processors
+busy. The exit status is 1 if a stage has failed, or if more than three tests were flaky.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class Stage(NamedTuple):
     name: str
     status: int
     seconds: int
+    busy: int
     command: str
 
 
 def stages(folder: Path) -> list[Stage]:
     try:
-        rows = [row.split("\t", 3) for row in (folder / "stages").read_text(encoding="utf-8").splitlines()]
+        rows = [row.split("\t", 4) for row in (folder / "stages").read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         return []
-    return [Stage(name, int(status), int(seconds), command) for name, status, seconds, command in rows]
+    return [Stage(name, int(status), int(seconds), int(busy), command) for name, status, seconds, busy, command in rows]
 
 
 def first_stack(lines: list[str]) -> list[str]:
@@ -123,17 +124,24 @@ def not_run(folder: Path, stage: Stage) -> list[str]:
     log = folder / (stage.name + ".log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     said = [line.strip("# ") for line in text.splitlines() if line.startswith("## ") and "NOT RUN" in line]
+    said += [re.sub(r"^\S+: ", "", event["Output"].strip()) for event in go_events(folder, stage) if "NOT RUN" in event.get("Output", "")]
     return [f"NOT RUN {stage.name}: {line}" for line in dict.fromkeys(said)]
+
+
+def go_events(folder: Path, stage: Stage) -> Iterator[dict[str, str]]:
+    """What `go test -json` said; nothing of a stage that ran something else."""
+    events = folder / (stage.name + ".json")
+    if events.exists():
+        yield from (json.loads(line) for line in events.read_text(encoding="utf-8").splitlines() if line.startswith("{"))
 
 
 def results(folder: Path, stage: Stage) -> tuple[list[Failure], list[Failure]]:
     log = folder / (stage.name + ".log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    events = folder / (stage.name + ".json")
     failed: list[Failure] = []
     flaky: list[Failure] = []
-    if events.exists():
-        failed, flaky = go_results(json.loads(line) for line in events.read_text(encoding="utf-8").splitlines() if line.startswith("{"))
+    if (folder / (stage.name + ".json")).exists():
+        failed, flaky = go_results(go_events(folder, stage))
     elif "short test summary info" in text:
         failed, flaky = pytest_results(text)
     if stage.status and not failed:
@@ -158,7 +166,7 @@ def shown(kind: str, stage: Stage, failures: list[Failure], room: int) -> list[s
 
 def digest(folder: Path) -> tuple[list[str], bool]:
     ran = stages(folder)
-    times = [f"{'red' if s.status else 'ok':5}{s.seconds:6} s  {s.name}" for s in ran]
+    times = [f"{'red' if s.status else 'ok':5}{s.seconds:6} s {s.busy:6} s busy  {s.name}" for s in ran]
     found = [(s, *results(folder, s)) for s in ran]
     flaky = sum(len(f) for _, _, f in found)
     bad = [s for s in ran if s.status]

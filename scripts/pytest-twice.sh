@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs pytest. If at most three tests fail, they run once more, alone, when all others have ended; those that pass then are told as
-# FLAKY, and the status is 0. An interruption, an error of pytest's own and a fourth failure are failures.
+# FLAKY, and the status is 0. An interruption, an error of pytest's own, a fourth failure and a Python that died under its tests are
+# failures at once.
 #   scripts/pytest-twice.sh NAME PYTHON PYTEST_ARGUMENTS…       NAME is that of a folder in build/, for what pytest remembers
 set -euo pipefail
 cache=$(cd "$(dirname "$0")/.." && pwd)/build/pytest-$1 python=$2

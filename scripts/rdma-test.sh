@@ -10,8 +10,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/rdma-test
-one_guest=(go yama signals race)
-neighbours=(gpu agents python)
+one_guest=(go yama python signals race)
+neighbours=(gpu agents)
 unless_named='signals race' # are left out
 two_guests=(hosts)
 bound=3000 # seconds, for all stages of a machine, its start included: it ends a hang, as the bounds of each step do
@@ -217,8 +217,11 @@ machine() { # STAGES ARGUMENT…
 alone() { (($# == 0)) || machine "$*" -- scripts/rdma-test.sh --guest "$@"; }
 # It ends with this script, also when that is killed outright.
 beside() {
-  local rc=0 me=$BASHPID watch
-  { tail --pid=$$ -f /dev/null; kill -- -$me; } &
+  local rc=0 me=$BASHPID watch state
+  { # a process that has ended and for which nobody waits is a zombie
+    while read -r _ _ state _ </proc/$$/stat && [[ $state != Z ]]; do sleep 1; done 2>/dev/null
+    kill -- -$me
+  } &
   watch=$!
   alone "$@" || rc=$?
   kill $watch 2>/dev/null || true

@@ -42,7 +42,7 @@ def blocks(text: str) -> tuple[list[str], dict[str, str]]:
 
 def _end(bash: subprocess.Popen[bytes]) -> None:
     """Ends what is left in the commands' session: asks first."""
-    for number, bound_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
+    for number, bound_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(bash.pid, number)
         except ProcessLookupError:

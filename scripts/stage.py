@@ -2,12 +2,14 @@
 """Runs one stage of the check: `scripts/stage.py NAME COMMAND…`, with the command's exit status.
 
 Where KVCONN_CHECK names a folder, as .ci/run does, what the command prints is kept there in NAME.log, and `stages` gets a line
-for it: name, exit status, seconds, command. scripts/digest.py reads both. Elsewhere the command runs as it is.
+for it: name, exit status, seconds, seconds of processors that those of its processes used for which somebody waited, command.
+scripts/digest.py reads both. Elsewhere the command runs as it is.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -41,8 +43,10 @@ def main() -> int:
     with log.open("ab") as out:
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     status = follow(log, child)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took, busy = round(time.monotonic() - start), round(used.ru_utime + used.ru_stime)
     with Path(folder, "stages").open("a", encoding="utf-8") as stages:
-        print(name, status, round(time.monotonic() - start), shlex.join(command), sep="\t", file=stages)
+        print(name, status, took, busy, " ".join(shlex.join(command).split()), sep="\t", file=stages)
     return status
 
 

@@ -20,6 +20,8 @@ import (
 
 func TestGood(t *testing.T) {}
 
+func TestSkipped(t *testing.T) { t.Skip("NOT RUN: no kernel") }
+
 func TestBad(t *testing.T) {
 	t.Run("inner", func(t *testing.T) { t.Errorf("two is %d", 3) })
 }
@@ -88,9 +90,10 @@ def test_go(check: Path, tmp_path: Path) -> None:
     lines, good = digest.digest(check)
     text = "\n".join(lines)
     assert not good and len(lines) <= digest.MOST_LINES
-    assert "FAILED go: sample TestBad/inner\n    x_test.go:11: two is 3" in text
-    assert "FLAKY go: sample TestOnce\n    x_test.go:17: the first time" in text
+    assert "FAILED go: sample TestBad/inner\n    x_test.go:13: two is 3" in text
+    assert "FLAKY go: sample TestOnce\n    x_test.go:19: the first time" in text
     assert "TestGood" not in text
+    assert text.count("NOT RUN go: NOT RUN: no kernel") == 1
     assert "FAILED race: data race in racy TestRace\n    Read at" in text or "FAILED race: data race in racy TestRace\n    Write at" in text
 
 
@@ -113,6 +116,7 @@ def test_pytest(check: Path, tmp_path: Path) -> None:
 
 def test_command(check: Path) -> None:
     assert stage("fine", "true") == 0
+    assert stage("busy", sys.executable, "-c", "import time\nwhile time.process_time() < 2: pass") == 0
     assert stage("broken", "sh", "-c", "echo before; echo 'error: no such thing' >&2; exit 7") == 7
     assert stage("killed", "sh", "-c", "kill -9 $$") == 137
     assert stage("skipped", "sh", "-c", "for i in 1 2; do echo '## pairs: NOT RUN: no index'; done") == 0
@@ -122,7 +126,7 @@ def test_command(check: Path) -> None:
     assert text.count("NOT RUN skipped: pairs: NOT RUN: no index") == 1
     assert "RED broken: exit status 7: " in text and "error: no such thing" in text
     assert "RED killed: exit status 137" in text
-    assert lines[1].startswith("ok") and lines[1].endswith("fine")
+    assert lines[1].startswith("ok") and lines[1].endswith(" 0 s busy  fine") and lines[2].endswith(" 2 s busy  busy")
 
 
 def test_nothing_ran(check: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_machine_that_died_is_followed_by_one_more(
     assert len((tmp_path / "starts").read_text()) == started
 
 
-SIDE_BY_SIDE = ["yama", "python"]  # are of two machines
+SIDE_BY_SIDE = ["yama", "agents"]  # are of two machines
 MEETS = "touch met.$$; until (($(ls met.* | wc -l) == 2)); do sleep 0.02; done; "
 
 
