@@ -87,7 +87,11 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 # --- tests --------------------------------------------------------------------
 
-test: lint gpu-double test-go test-core bench-once attack test-c test-wheel ## all tests that need no vLLM
+test: lint gpu-double test-go side-by-side attacks ## all tests that need no vLLM
+
+# What takes no figures, and leaves a processor idle for half of its time, runs two at a time. What several need is built before.
+side-by-side: cmd wheel | tools
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target bench-once mutants test-wheel disguises test-core test-c
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
@@ -125,9 +129,17 @@ gpu-double: | tools ## build/gpu-double/, the tests' own CUDA driver, and its te
 gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to confirm, in one command
 	@GO=$(GO) scripts/gpu-kit.sh
 
-attack: cmd | tools ## attacks on real agents in processes of their own: what each got once, and gets now; what the defence costs a load
-	@rm -f $(BUILD)/disguises.txt $(BUILD)/attacks.txt
+attack: ## attacks on real agents in processes of their own: what each got once, and gets now; what the defence costs a load
+	@$(MAKE) --no-print-directory disguises
+	@$(MAKE) --no-print-directory attacks
+
+disguises: cmd
+	@rm -f $(BUILD)/disguises.txt
 	@$(STAGE) referee scripts/referee.sh $(PYTHON) $(BUILD)/kvconn --row $(BUILD)/disguises.txt
+
+# Its figures are of a machine that does nothing else.
+attacks: cmd | tools
+	@rm -f $(BUILD)/attacks.txt
 	@$(STAGE) attack scripts/test-go.sh attack $(GO) -count=1 -timeout 900s -- ./rig/attack -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
 	@cat $(BUILD)/attacks.txt
 	@$(STAGE) allocations $(GO) test ./node -count=1 -run '^TestLoadAllocates$$'
@@ -173,4 +185,4 @@ quick: $(VENV)/stamp | tools ## before the whole check: the style, the pages, th
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test test-go test-core bench-once test-c test-wheel referee gpu-double gpu-kit soak fuzz mutants rdma-test environments e2e e2e-sglang e2e-versions lint quick clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test side-by-side test-go test-core bench-once test-c test-wheel disguises attacks referee gpu-double gpu-kit soak fuzz mutants rdma-test environments e2e e2e-sglang e2e-versions lint quick clean chaos
