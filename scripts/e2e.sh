@@ -9,11 +9,11 @@ mkdir -p build
 log=build/environments.log failed=0
 stage() { scripts/stage.py "$@" || failed=1; }
 chaos=(build/kvconn-rig chaos --short)
+stage chaos "${chaos[@]}"
 double=0
 scripts/gpu-double.sh || double=$?
-# These four wait for most of their time, so they do it side by side.
+# These three wait for most of their time, so they do it side by side.
 beside=()
-scripts/stage.py chaos "${chaos[@]}" & beside+=($!)
 scripts/stage.py chaos-local "${chaos[@]}" --parts faults --faults 30 --transport local & beside+=($!)
 if ((double == 0)); then
   scripts/stage.py chaos-gpu "${chaos[@]}" --parts faults --faults 30 --memory double & beside+=($!)

@@ -18,7 +18,7 @@ from typing import Any
 import kvconn
 
 LAYERS, BLOCKS, BLOCK = 4, 256, 32 << 10
-BOUND = 60.0
+BOUND = 120.0
 IDLE = 20.0
 
 

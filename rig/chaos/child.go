@@ -16,10 +16,10 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// Bounds of the driver's waits.
+// Bounds of the driver's waits. They end a hang: in an emulated machine beside other work a process needs 20 s to open.
 const (
-	openTimeout = 20 * time.Second
-	askTimeout  = 20 * time.Second
+	openTimeout = 120 * time.Second
+	askTimeout  = 60 * time.Second
 	// orderQueue bounds the orders for a process that does not read, because it
 	// is stopped.
 	orderQueue = 1 << 14
