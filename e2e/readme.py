@@ -20,6 +20,7 @@ from asking import HOST, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUND_S = 600  # ends a hang: servers that do not become ready are waited for without end
+PORTS_S = 60  # for all ports of a page; a killed server of 700 MB had its port for a second
 LOCK = Path(f"/tmp/kvconn-pages-{os.getuid()}.lock")
 LOGS = tuple(Path("/tmp") / f"{name}.log" for name in ("prefill", "decode", "router"))  # where the pages' servers write
 
@@ -106,22 +107,24 @@ def _may_run(environment: str, ports: Sequence[int]) -> Iterator[None]:
     _is(environment)
     with LOCK.open("w") as lock:
         wait_until("no other page runs", lambda: _locked(lock), 3 * BOUND_S, every_s=0.5)
-        for port in ports:
-            try:  # what another page's commands have left gives its ports back when it has ended
-                wait_until(f"port {port} of the page's commands is free", lambda port=port: _free(port), BOUND_S)
-            except TimeoutError as error:
-                _not_run(f"NOT RUN: {error}")
+        try:  # when what another page's commands left has ended, it gives its ports back
+            wait_until("the ports of the page's commands are free", lambda: not _taken(ports), PORTS_S)
+        except TimeoutError:
+            _not_run(f"NOT RUN: of the page's commands' ports {_taken(ports)}")
         yield
 
 
-def _free(port: int) -> bool:
-    with socket.socket() as each:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            each.bind((HOST, port))
-        except OSError:
-            return False
-        return True
+def _taken(ports: Sequence[int]) -> list[str]:
+    """Those that cannot be had, each with the reason."""
+    taken: list[str] = []
+    for port in ports:
+        with socket.socket() as each:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                each.bind((HOST, port))
+            except OSError as error:
+                taken.append(f"{port}: {error}")
+    return taken
 
 
 def _not_run(told: str) -> None:
