@@ -73,7 +73,7 @@ func (k *keeper) rest() (all []core.Action) {
 func named(form string, n int) core.TransferID { return core.TransferID(fmt.Sprintf(form, n)) }
 
 func share(id core.TransferID, k int) core.TransferID {
-	return core.Share{K: k, Of: core.MaxShares}.Part(id)
+	return core.PartID(id, core.Share{K: k, Of: core.MaxShares})
 }
 
 // TestPlacesByAccount: the agents that one makes share what one account gets, however many they are. Within an account the agent

@@ -34,7 +34,7 @@ func (m *Machine) demanded(id TransferID) {
 		if of.load == nil {
 			return
 		}
-		first = min(first, at(of.load.First, 0))
+		first = min(first, At(of.load.First, 0))
 	}
 	m.reportDemand(id, OK, "", first)
 }

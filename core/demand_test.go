@@ -16,7 +16,10 @@ type demanding struct {
 }
 
 func newDemanding(t *testing.T) *demanding {
-	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16))
+	l, err := NewLayout([]Region{{Name: "k", Base: 0x1000, BlockStride: 64, BlockBytes: 64, NumBlocks: 16}})
+	if err != nil {
+		t.Fatal(err)
+	}
 	return &demanding{&Told{Machine: New(l, Options{ReportDemands: true})}, t, time.Unix(0, 0)}
 }
 
@@ -88,26 +91,26 @@ func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
 func TestWantIsReportedOnceForAllShares(t *testing.T) {
 	w := newDemanding(t)
 	w.announce("x")
-	w.load(Share{0, 2, 0}.Part("x"), 2, 1)
+	w.load(PartID("x", Share{0, 2, 0}), 2, 1)
 	w.nothing()
-	w.load(Share{1, 2, 0}.Part("x"), 1, 1, 2)
+	w.load(PartID("x", Share{1, 2, 0}), 1, 1, 2)
 	w.expect("x", OK, 1, "")
 
 	w.announce("y") // one share fails, the other's load is here
-	w.load(Share{0, 2, 0}.Part("y"), 0, 1)
-	w.Tell(w.now, FinishMessage{From: "E", ID: Share{1, 2, 0}.Part("y")})
+	w.load(PartID("y", Share{0, 2, 0}), 0, 1)
+	w.Tell(w.now, FinishMessage{From: "E", ID: PartID("y", Share{1, 2, 0})})
 	w.expect("y", OK, 0, "")
 
 	w.announce("z") // no share needs anything
-	w.Tell(w.now, FinishMessage{From: "D", ID: Share{0, 2, 0}.Part("z"), Code: Cancelled, Reason: "not needed"})
+	w.Tell(w.now, FinishMessage{From: "D", ID: PartID("z", Share{0, 2, 0}), Code: Cancelled, Reason: "not needed"})
 	w.nothing()
-	w.Tell(w.now, FinishMessage{From: "E", ID: Share{1, 2, 0}.Part("z"), Code: Cancelled, Reason: "not needed"})
+	w.Tell(w.now, FinishMessage{From: "E", ID: PartID("z", Share{1, 2, 0}), Code: Cancelled, Reason: "not needed"})
 	w.expect("z", PeerCancelled, 0, "not needed")
 }
 
 // A share that is loaded is no reason to begin when this side ends the transfer.
 func TestWantOfSharesThatPrefillEnds(t *testing.T) {
-	share := func(k int) TransferID { return Share{k, 3, 0}.Part("x") }
+	share := func(k int) TransferID { return PartID("x", Share{k, 3, 0}) }
 	for name, c := range map[string]struct {
 		lost bool // decode has given another share up
 		ends Event
@@ -139,7 +142,7 @@ func TestWantOfSharesThatPrefillEnds(t *testing.T) {
 // What became of a share before the engine announced counts as it does after.
 func TestWantOfSharesThatEndedBefore(t *testing.T) {
 	w := newDemanding(t)
-	part := func(id TransferID, k int) TransferID { return Share{k, 2, 0}.Part(id) }
+	part := func(id TransferID, k int) TransferID { return PartID(id, Share{k, 2, 0}) }
 	w.Tell(w.now, FinishMessage{From: "E", ID: part("x", 1), Code: Cancelled, Reason: "not needed"})
 	w.announce("x")
 	w.nothing()

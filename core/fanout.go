@@ -66,7 +66,7 @@ func (m *Machine) fanOut(now time.Time, who party, part TransferID) (Code, strin
 	}
 	var early *earlyPlace
 	for k := range share.Of {
-		of := base.part(Share{k, share.Of, share.Source}.Part(id), now.Add(m.opt.EarlyLoad))
+		of := base.part(PartID(id, Share{k, share.Of, share.Source}), now.Add(m.opt.EarlyLoad))
 		f.parts = append(f.parts, of.id)
 		m.offerTo(of, state)
 		if state == offerEarly {

@@ -287,7 +287,7 @@ func (u *user) named() core.TransferID {
 	case b < 128:
 		return id
 	case b < 250:
-		return u.share().Part(id)
+		return core.PartID(id, u.share())
 	}
 	return id + pick(u, []core.TransferID{"\x00", "\x000/2", "\x003/2@0", "\x00-1/2@0", "\x000/65@0", "\x0000/2@0", "\x000/1@99999"})
 }

@@ -65,10 +65,10 @@ func (s *Shape) checkIndex() error {
 	return nil
 }
 
-// checkEntries says which entries of a ring are not where their positions in the prompt
+// CheckEntries says which entries of a ring are not where their positions in the prompt
 // lie. first is the position of ids[0], held are the group's entries of earlier calls. A
 // part of a ring that wraps is a list whose ids begin anew in the middle.
-func (l *Layout) checkEntries(g int, held []BlockID, first uint64, ids []BlockID) error {
+func (l *Layout) CheckEntries(g int, held []BlockID, first uint64, ids []BlockID) error {
 	ring := l.Regions[l.Groups[g].Regions[0]].IndexKind.ring()
 	if ring == 0 || len(ids) == 0 || fault.On("ring-unchecked") {
 		return nil

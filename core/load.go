@@ -65,7 +65,7 @@ func (m *Machine) stepLoad(now time.Time, r LoadRequest) error {
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
-	if err := r.checkLoad(m.layout); err != nil {
+	if err := r.CheckLoad(m.layout); err != nil {
 		return fmt.Errorf("%w: load %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	if m.loading(r.ID) {

@@ -349,6 +349,9 @@ func (r ratio) sources(first uint32, blocks int, tokens uint32) (from, to uint64
 // checkRegions says what is wrong with a load's list of D's regions: nil means all.
 func (m *Match) checkRegions(regions []uint32) error { return checkRegions(regions, m.regions) }
 
+// CheckRegions says what is wrong with a list of this layout's regions: nil means all.
+func (l *Layout) CheckRegions(regions []uint32) error { return checkRegions(regions, len(l.Regions)) }
+
 func checkRegions(regions []uint32, n int) error {
 	if regions != nil && len(regions) == 0 {
 		return errors.New("the list of regions is empty: to mean all regions, leave it out")

@@ -169,7 +169,7 @@ func (m *Machine) stepOffer(now time.Time, r OfferRequest) error {
 	if m.closed {
 		return ErrClosed
 	}
-	if err := r.check(m.layout); err != nil {
+	if err := r.Check(m.layout); err != nil {
 		return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	half := m.halfOf(r.ID)
@@ -220,7 +220,7 @@ func (m *Machine) ready(now time.Time, of *offer, r *OfferRequest) {
 		m.complete(now, of)
 		return
 	}
-	of.held = of.held.ofGroups(len(m.layout.Groups))
+	of.held = of.held.OfGroups(len(m.layout.Groups))
 	switch of.state {
 	case offerPartial:
 		m.offerTo(of, offerFinishing)
@@ -270,7 +270,7 @@ func (m *Machine) joinHalves(of *offer) (src Selection, err error) {
 	if err := of.samePrompt(); err != nil {
 		return Selection{}, err
 	}
-	return of.held.wanted(of.load)
+	return of.held.Wanted(of.load.Match, &of.load.Selection)
 }
 
 // samePrompt: an id alone does not say that both halves are of one request. If the prompts
@@ -283,28 +283,6 @@ func (of *offer) samePrompt() error {
 	}
 	return fmt.Errorf("transfer %q: decode asks for another prompt than prefill has (fingerprints %016x and %016x): both need the same request, under a transfer_id of its own, and weights replaced as often",
 		string(nameOf(of.id)), of.load.Prompt, of.prompt)
-}
-
-// wanted is the part of an offered selection that a load asks for.
-func (s *Selection) wanted(l *LoadMessage) (src Selection, err error) {
-	if len(l.Blocks) > len(s.Blocks) {
-		return src, fmt.Errorf("the load has %d KV cache groups, the offer %d", len(l.Blocks), len(s.Blocks))
-	}
-	src = Selection{First: make([]uint32, len(l.Blocks)), Blocks: make([][]BlockID, len(l.Blocks))}
-	for g, dst := range l.Blocks {
-		from, to := l.Match.ratio(g).sources(at(l.First, g), len(dst), at(l.Tokens, g))
-		has := uint64(at(s.First, g))
-		switch end := has + uint64(len(s.Blocks[g])); {
-		case from == to:
-			continue
-		case from < has:
-			return src, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer begins with block %d", from, to, g, has)
-		case to > end:
-			return src, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer has %d", from, to, g, end)
-		}
-		src.First[g], src.Blocks[g] = uint32(from), s.Blocks[g][from-has:to-has]
-	}
-	return src, nil
 }
 
 func (m *Machine) overload(what string) error {

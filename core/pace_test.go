@@ -43,7 +43,7 @@ func TestResumeAfterPause(t *testing.T) {
 			claims(t, m, now, "many", core.TransferID(fmt.Sprint("c", i)))
 		}
 		m.Tell(now, core.Tick{})
-		two := core.Share{Of: 2}.Part("shares")
+		two := core.PartID("shares", core.Share{Of: 2})
 		if first == "resume" {
 			claims(t, m, now, "few", two)
 		}

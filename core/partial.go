@@ -83,23 +83,23 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 	if max(len(r.Ready), len(r.Computing)) > groups || len(r.First) > groups {
 		return fmt.Errorf("ready has %d groups, computing %d and first_block %d, but %d groups are registered", len(r.Ready), len(r.Computing), len(r.First), groups)
 	}
-	if err := checkRegions(r.Regions, len(m.layout.Regions)); err != nil {
+	if err := m.layout.CheckRegions(r.Regions); err != nil {
 		return err
 	}
 	for g := range groups {
-		first, have := uint64(at(r.First, g)), 0
+		first, have := uint64(At(r.First, g)), 0
 		var held []BlockID
 		if of != nil && g < len(of.held.Blocks) && len(of.held.Blocks[g]) > 0 {
 			held = of.held.Blocks[g]
 			first, have = uint64(of.held.First[g]), len(held)
 		}
 		if g < len(r.Blocks) {
-			if err := m.layout.checkEntries(g, held, first+uint64(have), r.Blocks[g]); err != nil {
+			if err := m.layout.CheckEntries(g, held, first+uint64(have), r.Blocks[g]); err != nil {
 				return err
 			}
 			have += len(r.Blocks[g])
 		}
-		if n := uint64(max(at(r.Ready, g), at(r.Computing, g))); n > first+uint64(have) {
+		if n := uint64(max(At(r.Ready, g), At(r.Computing, g))); n > first+uint64(have) {
 			return fmt.Errorf("blocks up to %d of group %d are said to be ready or being computed, but block ids are given up to %d only", n, g, first+uint64(have))
 		}
 		if have > MaxBlocks {
@@ -127,7 +127,7 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 		if len(ids) == 0 {
 			continue
 		}
-		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || at(r.First, g) != of.held.First[g] {
+		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || At(r.First, g) != of.held.First[g] {
 			return fmt.Errorf("its first %d blocks of group %d differ from the blocks that were offered before: withdraw the transfer first", len(ids), g)
 		}
 	}
@@ -138,11 +138,11 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 func (of *offer) add(l *Layout, r *PartialOffer) {
 	if of.ready == nil {
 		of.ready = make([]uint32, len(l.Regions))
-		of.held = of.held.ofGroups(len(l.Groups))
+		of.held = of.held.OfGroups(len(l.Groups))
 	}
 	for g, ids := range r.Blocks {
 		if len(of.held.Blocks[g]) == 0 {
-			of.held.First[g] = at(r.First, g)
+			of.held.First[g] = At(r.First, g)
 		}
 		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
 	}
@@ -152,7 +152,7 @@ func (of *offer) add(l *Layout, r *PartialOffer) {
 // grow counts blocks as ready.
 func (of *offer) grow(l *Layout, g *growth) {
 	more := func(region uint32) {
-		n := at(g.ready, int(l.Regions[region].Group))
+		n := At(g.ready, int(l.Regions[region].Group))
 		if fault.On("partial-unready") {
 			n = of.held.First[0] + uint32(len(of.held.Blocks[0]))
 		}
@@ -181,7 +181,7 @@ func (m *Machine) extend(now time.Time, of *offer) {
 	if begin == nil && !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) || slices.Equal(begin, of.ready) {
 		return
 	}
-	if err := of.held.beginsFor(of.load); err != nil { // of a group whose first blocks have come just now, too
+	if err := of.held.BeginsFor(of.load.Match, &of.load.Selection); err != nil { // of a group whose first blocks have come just now, too
 		m.endOffer(now, of, ending{Refused, err.Error()}, true)
 		return
 	}
@@ -201,16 +201,6 @@ func (m *Machine) extend(now time.Time, of *offer) {
 	w := of.write(Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
 	w.Begin, w.End, w.Extends = begin, of.sent, begin != nil
 	m.act(w)
-}
-
-// beginsFor says whether what has been given of a transfer begins where its load does.
-func (s *Selection) beginsFor(l *LoadMessage) error {
-	for g, ids := range l.Blocks {
-		if from, to := l.Match.ratio(g).sources(at(l.First, g), len(ids), at(l.Tokens, g)); len(s.Blocks[g]) > 0 && from < to && from < uint64(s.First[g]) {
-			return fmt.Errorf("the load wants blocks %d to %d of group %d, the offer begins with block %d", from, to, g, s.First[g])
-		}
-	}
-	return nil
 }
 
 // finishPartial gives the transport the rest of a write that has begun.

@@ -22,6 +22,14 @@ type Pair struct {
 	Length               uint64
 }
 
+// Extent is a run of pairs whose bytes follow each other in a transfer's linear
+// order.
+type Extent struct {
+	Position uint64 // of the first byte
+	Pairs    int
+	Bytes    uint64 // of a Plan's
+}
+
 // MaxPieces bounds the runs of one transfer. Runs are so small, and so many, only where
 // blocks are cut by heads or turned into another order.
 const MaxPieces = 1 << 24
@@ -84,7 +92,7 @@ func (m *Match) pairs(src Selection, wanted *progress, extents *[]Extent) ([]Pai
 	var position uint64
 	for k := range m.of(*dst) {
 		g := int(k.group)
-		r, has := m.ratios[g], uint64(at(src.First, g))
+		r, has := m.ratios[g], uint64(At(src.First, g))
 		first, from, to, last := wanted.units(k)
 		start, before := position+(from-first)*k.unitBytes(), len(out)
 		position += fault.Pick("position-of-parts", last-first, to-from) * k.unitBytes()
@@ -126,7 +134,7 @@ func (k *mapping) unitBytes() uint64 {
 
 // units is the range of units of a group that a load has.
 func (m *Match) units(dst *Selection, group int) (from, to uint64) {
-	return m.ratios[group].span(at(dst.First, group), len(dst.Blocks[group]), at(dst.Tokens, group))
+	return m.ratios[group].span(At(dst.First, group), len(dst.Blocks[group]), At(dst.Tokens, group))
 }
 
 // progress is how far a load has come: the bytes that go now lie between begin and end.
@@ -143,10 +151,10 @@ func (s *progress) units(k *mapping) (first, from, to, last uint64) {
 	first, last = s.m.units(&s.dst, int(k.group))
 	from, to = first, last
 	if s.begin != nil {
-		from = r.wholeBlocks(first, last, at(s.begin, int(k.Src)))
+		from = r.wholeBlocks(first, last, At(s.begin, int(k.Src)))
 	}
 	if s.end != nil {
-		to = r.wholeBlocks(first, last, at(s.end, int(k.Src)))
+		to = r.wholeBlocks(first, last, At(s.end, int(k.Src)))
 	}
 	return first, from, max(from, to), last
 }

@@ -153,22 +153,6 @@ type Cutter interface {
 	ExpectPlan(id TransferID, peer AgentID, dst Plan) (grant []byte, err error)
 }
 
-// Plan is where the bytes of a transfer lie, or some of them. It cuts them into pieces where
-// it is asked. So it takes no more memory for a million pieces than for one. It may be asked
-// from any goroutine. Of D's only the destination half counts.
-type Plan interface {
-	// Extents are the runs of bytes that the plan has, by position; their Bytes count.
-	Extents() []Extent
-
-	// Pairs appends the pieces from a position on that the plan has: as many as out has room
-	// for, to the end of the extent at most, and at least one. It may stop when they have
-	// limit bytes.
-	Pairs(out []Pair, position, limit uint64) []Pair
-
-	// Pieces is the most pieces that the plan may be cut into.
-	Pieces() int
-}
-
 // Settler is a Transport that finds out after Connect whether bytes can move. Only it knows what
 // its Endpoint means.
 type Settler interface {
@@ -211,14 +195,6 @@ type WriteOp struct {
 	Plan Plan
 }
 
-// Extent is a run of pairs whose bytes follow each other in a transfer's linear
-// order.
-type Extent struct {
-	Position uint64 // of the first byte
-	Pairs    int
-	Bytes    uint64 // of a Plan's
-}
-
 // Extents is At, also where it was left out.
 func (op *WriteOp) Extents() []Extent {
 	if op.At == nil && len(op.Pairs) > 0 {
@@ -242,14 +218,6 @@ func (op *WriteOp) Given() (n uint64) {
 	}
 	for i := range op.Pairs {
 		n += op.Pairs[i].Length
-	}
-	return n
-}
-
-// PlanBytes is the number of bytes that a plan has.
-func PlanBytes(p Plan) (n uint64) {
-	for _, e := range p.Extents() {
-		n += e.Bytes
 	}
 	return n
 }

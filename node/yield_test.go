@@ -21,7 +21,7 @@ func TestYield(t *testing.T) {
 	for i := range places {
 		a.halves.tell(core.RenewMessage{From: "d", Account: "many", Claims: []core.TransferID{core.TransferID(fmt.Sprint("claim", i))}})
 	}
-	claim := core.RenewMessage{From: "e", Account: "few", Claims: []core.TransferID{core.Share{Of: shares}.Part("shares")}}
+	claim := core.RenewMessage{From: "e", Account: "few", Claims: []core.TransferID{core.PartID("shares", core.Share{Of: shares})}}
 	if answer := a.halves.tell(claim).(core.AnswerRenew).Answers[0]; answer.Status != core.StatusEarly {
 		t.Fatalf("%+v", answer)
 	}

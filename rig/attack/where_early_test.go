@@ -54,7 +54,7 @@ func (h *honest) early(t testing.TB, p, d *victim, id string) {
 func sharedClaims() *wire.Request {
 	r := &wire.Renew{}
 	for i := range core.Defaults.MaxTransfers / core.MaxShares {
-		r.Claims = append(r.Claims, string(core.Share{Of: core.MaxShares}.Part(core.TransferID(fmt.Sprint("taken", i)))))
+		r.Claims = append(r.Claims, string(core.PartID(core.TransferID(fmt.Sprint("taken", i)), core.Share{Of: core.MaxShares})))
 	}
 	return &wire.Request{Kind: wire.KindRenew, Renew: r}
 }

@@ -92,7 +92,7 @@ func (dl *deal) part(k int, p *host) core.TransferID {
 	if dl.plain() {
 		return dl.id
 	}
-	return dl.share(k, p).Part(dl.id)
+	return core.PartID(dl.id, dl.share(k, p))
 }
 
 func (dl *deal) share(k int, p *host) core.Share {
