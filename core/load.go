@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // loadState: doc.go has the table of transitions.
@@ -44,7 +45,7 @@ type load struct {
 	state loadState
 	token uint64
 	from  Target
-	Selection
+	kv.Selection
 	prompt uint64 // of LoadRequest
 	after  Moment // of LoadRequest; 0 when it has passed
 	agents

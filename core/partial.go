@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // PartialOffer is the engine's word that some blocks of a transfer are ready, while it
@@ -15,8 +16,8 @@ import (
 // tells its end; here that is no error.
 type PartialOffer struct {
 	ID     TransferID
-	First  []uint32    // per group, with its first blocks: as of Selection
-	Blocks [][]BlockID // per group: the blocks that follow those given before
+	First  []uint32       // per group, with its first blocks: as of Selection
+	Blocks [][]kv.BlockID // per group: the blocks that follow those given before
 	// Ready is, per group, how many blocks of the prompt, from its start, are ready.
 	Ready []uint32
 	// Regions in which they are ready, ascending; nil: all.
@@ -87,8 +88,8 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 		return err
 	}
 	for g := range groups {
-		first, have := uint64(At(r.First, g)), 0
-		var held []BlockID
+		first, have := uint64(kv.At(r.First, g)), 0
+		var held []kv.BlockID
 		if of != nil && g < len(of.held.Blocks) && len(of.held.Blocks[g]) > 0 {
 			held = of.held.Blocks[g]
 			first, have = uint64(of.held.First[g]), len(held)
@@ -99,11 +100,11 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 			}
 			have += len(r.Blocks[g])
 		}
-		if n := uint64(max(At(r.Ready, g), At(r.Computing, g))); n > first+uint64(have) {
+		if n := uint64(max(kv.At(r.Ready, g), kv.At(r.Computing, g))); n > first+uint64(have) {
 			return fmt.Errorf("blocks up to %d of group %d are said to be ready or being computed, but block ids are given up to %d only", n, g, first+uint64(have))
 		}
-		if have > MaxBlocks {
-			return fmt.Errorf("%d blocks of group %d, at most %d are supported", have, g, MaxBlocks)
+		if have > kv.MaxBlocks {
+			return fmt.Errorf("%d blocks of group %d, at most %d are supported", have, g, kv.MaxBlocks)
 		}
 	}
 	return nil
@@ -127,7 +128,7 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 		if len(ids) == 0 {
 			continue
 		}
-		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || At(r.First, g) != of.held.First[g] {
+		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || kv.At(r.First, g) != of.held.First[g] {
 			return fmt.Errorf("its first %d blocks of group %d differ from the blocks that were offered before: withdraw the transfer first", len(ids), g)
 		}
 	}
@@ -135,14 +136,14 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 }
 
 // add puts the blocks of a partial offer to those that the engine has given before.
-func (of *offer) add(l *Layout, r *PartialOffer) {
+func (of *offer) add(l *kv.Layout, r *PartialOffer) {
 	if of.ready == nil {
 		of.ready = make([]uint32, len(l.Regions))
 		of.held = of.held.OfGroups(len(l.Groups))
 	}
 	for g, ids := range r.Blocks {
 		if len(of.held.Blocks[g]) == 0 {
-			of.held.First[g] = At(r.First, g)
+			of.held.First[g] = kv.At(r.First, g)
 		}
 		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
 	}
@@ -150,9 +151,9 @@ func (of *offer) add(l *Layout, r *PartialOffer) {
 }
 
 // grow counts blocks as ready.
-func (of *offer) grow(l *Layout, g *growth) {
+func (of *offer) grow(l *kv.Layout, g *growth) {
 	more := func(region uint32) {
-		n := At(g.ready, int(l.Regions[region].Group))
+		n := kv.At(g.ready, int(l.Regions[region].Group))
 		if fault.On("partial-unready") {
 			n = of.held.First[0] + uint32(len(of.held.Blocks[0]))
 		}
@@ -198,7 +199,7 @@ func (m *Machine) extend(now time.Time, of *offer) {
 		begin = make([]uint32, len(begin))
 	}
 	of.sent = slices.Clone(of.ready)
-	w := of.write(Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
+	w := of.write(kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
 	w.Begin, w.End, w.Extends = begin, of.sent, begin != nil
 	m.act(w)
 }

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Where several ranks of an engine have a share of a transfer, each part is a transfer of its
@@ -19,15 +21,15 @@ const MaxPartID = MaxTransferID + 16
 
 // PartID is the id of a share of a transfer, on the wire and in the transports of
 // both sides.
-func PartID(id TransferID, s Share) TransferID {
+func PartID(id TransferID, s kv.Share) TransferID {
 	return TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, partMark, s.K, s.Of, s.Source))
 }
 
 // splitPart is the reverse of PartID; ok says that it is one, and well formed.
-func splitPart(part TransferID) (id TransferID, s Share, ok bool) {
+func splitPart(part TransferID) (id TransferID, s kv.Share, ok bool) {
 	base, text, found := strings.Cut(string(part), partMark)
 	if !found || len(part) > MaxPartID {
-		return "", Share{}, false
+		return "", kv.Share{}, false
 	}
 	k, rest, _ := strings.Cut(text, "/")
 	of, source, _ := strings.Cut(rest, "@")
@@ -37,7 +39,7 @@ func splitPart(part TransferID) (id TransferID, s Share, ok bool) {
 	}{{k, &s.K}, {of, &s.Of}, {source, &s.Source}} {
 		n, err := strconv.ParseUint(f.text, 10, 16)
 		if err != nil {
-			return "", Share{}, false
+			return "", kv.Share{}, false
 		}
 		*f.to = int(n)
 	}

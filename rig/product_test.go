@@ -59,6 +59,29 @@ func TestOnlyTestsKnowTheRig(t *testing.T) {
 	}
 }
 
+// TestImportsPointOneWay: what describes caches knows nothing of transfers, and what decides about transfers knows nobody who
+// moves bytes or messages. All may stand on internal/.
+func TestImportsPointOneWay(t *testing.T) {
+	for name, below := range map[string][]string{"kv": nil, "wire": nil, "core": {"kv", "wire"}} {
+		out, err := exec.CommandContext(t.Context(), "go", "list", "-f", `{{join .Imports "\n"}}`, module+name).Output()
+		if err != nil {
+			t.Fatalf("go list %s: %v", name, err)
+		}
+		imported := strings.Fields(string(out))
+		for _, p := range imported {
+			of, ours := strings.CutPrefix(p, module)
+			if ours && !strings.HasPrefix(of, "internal/") && !slices.Contains(below, of) {
+				t.Errorf("%s imports %s, but only %v and internal/ stand below it", name, of, below)
+			}
+		}
+		for _, p := range below {
+			if !slices.Contains(imported, module+p) {
+				t.Errorf("%s does not import %s: this test knows others than it has", name, p)
+			}
+		}
+	}
+}
+
 // dependencies are the packages that a program links, itself among them.
 func dependencies(t *testing.T, program string) []string {
 	t.Helper()

@@ -117,7 +117,7 @@ type Lack struct {
 	Reason    string `msg:"r,limit=512"`
 }
 
-// Shape is core.Shape.
+// Shape is kv.Shape.
 //
 //msgp:tuple Shape
 type Shape struct {
@@ -126,7 +126,7 @@ type Shape struct {
 	NumBlocks, Group                     uint32
 	Tokens, Heads, FirstHead, TotalHeads uint32 // 0: a block is opaque
 	TokenStride, HeadStride              uint64
-	IndexKind                            uint32 // core.IndexKind
+	IndexKind                            uint32 // kv.IndexKind
 }
 
 // Load asks P to write a transfer into D's blocks.

@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"fmt"
@@ -116,7 +116,7 @@ func TestMatchAgainstNaive(t *testing.T) {
 	const limit = 12
 	seen := map[string]int{}
 	times := 3000
-	if Raced {
+	if raced {
 		times = 1000
 	}
 	for range times {

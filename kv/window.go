@@ -1,7 +1,6 @@
-package core
+package kv
 
 import (
-	"fmt"
 	"slices"
 
 	"github.com/kvconn/kvconn/internal/fault"
@@ -104,24 +103,6 @@ func (w *window) add(s *progress) error {
 			}
 		}
 		w.parts = append(w.parts, p)
-	}
-	return nil
-}
-
-// checkGroups: P has all groups that the load has.
-func (s *progress) checkGroups(src *Selection) error {
-	if len(s.dst.Blocks) > len(src.Blocks) {
-		return fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src.Blocks), len(s.dst.Blocks))
-	}
-	return nil
-}
-
-// checkHeld: P has the blocks that hold some units of a mapping.
-func (s *progress) checkHeld(src *Selection, k *mapping, from, to uint64) error {
-	g := int(k.group)
-	n, has := max(s.m.ratios[g].src, 1), uint64(At(src.First, g))
-	if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src.Blocks[g])) {
-		return fmt.Errorf("plan: the load needs blocks %d to %d of group %d, the offer has %d to %d", low, high, g, has, has+uint64(len(src.Blocks[g])))
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"fmt"
@@ -157,6 +157,24 @@ func (s *progress) units(k *mapping) (first, from, to, last uint64) {
 		to = r.wholeBlocks(first, last, At(s.end, int(k.Src)))
 	}
 	return first, from, max(from, to), last
+}
+
+// checkGroups: P has all groups that the load has.
+func (s *progress) checkGroups(src *Selection) error {
+	if len(s.dst.Blocks) > len(src.Blocks) {
+		return fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src.Blocks), len(s.dst.Blocks))
+	}
+	return nil
+}
+
+// checkHeld: P has the blocks that hold some units of a mapping.
+func (s *progress) checkHeld(src *Selection, k *mapping, from, to uint64) error {
+	g := int(k.group)
+	n, has := max(s.m.ratios[g].src, 1), uint64(At(src.First, g))
+	if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src.Blocks[g])) {
+		return fmt.Errorf("plan: the load needs blocks %d to %d of group %d, the offer has %d to %d", low, high, g, has, has+uint64(len(src.Blocks[g])))
+	}
+	return nil
 }
 
 // wholeBlocks is the unit up to which a load's blocks are whole when so many blocks of
