@@ -95,7 +95,7 @@ side-by-side: cmd wheel | tools
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
-LONGEST := ./tcp ./node ./local ./natsbus ./internal/devices ./rig/conformance ./cuda ./core
+LONGEST := ./tcp ./node ./local ./natsbus ./internal/devices ./rig/conformance ./cuda ./core ./kv
 # Packages at once: tests wait for more than a quarter of their time, so two more than there are cores.
 AT_ONCE := $(shell echo $$(($$(nproc) + 2)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
@@ -106,9 +106,9 @@ test-go: | tools ## Go, with the race detector and the invariants on
 	@$(STAGE) go-compile bash -c '$(GO) list -race -tags invariants -test -deps -export ./... >/dev/null' || :
 	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /rig/attack$$)
 
-# core has no goroutines of its own. Its simulator and its long tests run here, ten times as fast.
-test-core: | tools ## core without the race detector, with the simulator's 2000 seeds
-	@$(STAGE) core scripts/test-go.sh core $(GO) -tags invariants -timeout 10m -- ./core
+# core and kv have no goroutines of their own. Their long tests and the simulator run here, ten times as fast.
+test-core: | tools ## core and kv without the race detector, with the simulator's 2000 seeds
+	@$(STAGE) core scripts/test-go.sh core $(GO) -tags invariants -timeout 10m -- ./core ./kv
 
 bench-once: | tools ## each benchmark of Go once, so that none rots
 	@$(STAGE) benchmarks $(GO) test -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
@@ -148,7 +148,7 @@ TIME ?= 5m
 # Their seed is fixed elsewhere.
 RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestReplays|TestSendQueueRandom|TestSplitShares|TestWhoMakesRoom|TestWritesRandom)$$
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
-	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./core ./rdma ./natsbus
+	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./core ./kv ./rdma ./natsbus
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
 
 # TIME's default is the soak's; unless it is given, a target gets a minute.

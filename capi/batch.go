@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -83,21 +84,21 @@ func idsOf(ids **C.char, n C.size_t) func() ([]core.TransferID, error) {
 
 var errNoID = errors.New("transfer_id is NULL")
 
-func regionOf(r *C.kvconn_region) (core.Region, error) {
+func regionOf(r *C.kvconn_region) (kv.Region, error) {
 	switch {
 	case r.name == nil:
-		return core.Region{}, errors.New("name is NULL")
+		return kv.Region{}, errors.New("name is NULL")
 	case r.memory > C.KVCONN_MEMORY_DEVICE:
-		return core.Region{}, fmt.Errorf("memory is %d, want %d (host) or %d (device)", r.memory, C.KVCONN_MEMORY_HOST, C.KVCONN_MEMORY_DEVICE)
+		return kv.Region{}, fmt.Errorf("memory is %d, want %d (host) or %d (device)", r.memory, C.KVCONN_MEMORY_HOST, C.KVCONN_MEMORY_DEVICE)
 	case r.reserved != 0:
-		return core.Region{}, fmt.Errorf("reserved is %d, want 0", r.reserved)
+		return kv.Region{}, fmt.Errorf("reserved is %d, want 0", r.reserved)
 	}
-	var memory core.Memory
+	var memory kv.Memory
 	if r.memory == C.KVCONN_MEMORY_DEVICE {
-		memory = core.DeviceMemory(0) // the agent finds out which device
+		memory = kv.DeviceMemory(0) // the agent finds out which device
 	}
-	return core.Region{Memory: memory, Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
-		BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group), IndexKind: core.IndexKind(r.index_kind),
+	return kv.Region{Memory: memory, Name: C.GoString(r.name), Base: uint64(r.address), BlockStride: uint64(r.block_stride),
+		BlockBytes: uint64(r.block_bytes), NumBlocks: uint32(r.num_blocks), Group: uint32(r.group), IndexKind: kv.IndexKind(r.index_kind),
 		Tokens: uint32(r.tokens), Heads: uint32(r.heads), FirstHead: uint32(r.first_head), TotalHeads: uint32(r.total_heads),
 		TokenStride: uint64(r.token_stride), HeadStride: uint64(r.head_stride)}, nil
 }
@@ -107,7 +108,7 @@ func offerOf(o *C.kvconn_offer_request) (core.OfferRequest, error) {
 		return core.OfferRequest{}, errNoID
 	}
 	blocks, first, err := groups(o.groups, o.num_groups)
-	return core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), Selection: core.Selection{First: first, Blocks: blocks},
+	return core.OfferRequest{ID: core.TransferID(C.GoString(o.transfer_id)), Selection: kv.Selection{First: first, Blocks: blocks},
 		Token: uint64(o.token), Prompt: uint64(o.prompt), After: core.Moment(o.after)}, err
 }
 
@@ -146,7 +147,7 @@ func loadOf(l *C.kvconn_load_request) (core.LoadRequest, error) {
 		return core.LoadRequest{}, err
 	}
 	return core.LoadRequest{ID: core.TransferID(C.GoString(l.transfer_id)), From: target(l), Token: uint64(l.token), Prompt: uint64(l.prompt), After: core.Moment(l.after),
-		Selection: core.Selection{First: first, Blocks: blocks, Tokens: numbers(l.tokens, C.size_t(l.num_groups))}}, nil
+		Selection: kv.Selection{First: first, Blocks: blocks, Tokens: numbers(l.tokens, C.size_t(l.num_groups))}}, nil
 }
 
 // target is the prefill engine that a claim or load names.
@@ -170,19 +171,19 @@ func numbers(first *C.uint32_t, n C.size_t) []uint32 {
 	return append(make([]uint32, 0, n), unsafe.Slice((*uint32)(unsafe.Pointer(first)), n)...)
 }
 
-func groups(g *C.kvconn_blocks, n C.uint32_t) (blocks [][]core.BlockID, first []uint32, err error) {
-	if n > core.MaxGroups {
-		return nil, nil, fmt.Errorf("num_groups is %d, at most %d", n, core.MaxGroups)
+func groups(g *C.kvconn_blocks, n C.uint32_t) (blocks [][]kv.BlockID, first []uint32, err error) {
+	if n > kv.MaxGroups {
+		return nil, nil, fmt.Errorf("num_groups is %d, at most %d", n, kv.MaxGroups)
 	}
 	if n > 0 && g == nil {
 		return nil, nil, errors.New("groups is NULL")
 	}
-	blocks, first = make([][]core.BlockID, n), make([]uint32, n)
+	blocks, first = make([][]kv.BlockID, n), make([]uint32, n)
 	for i, b := range unsafe.Slice(g, n) {
-		if b.count > core.MaxBlocks || b.count > 0 && b.ids == nil {
-			return nil, nil, fmt.Errorf("group %d has %d block ids (at most %d), or ids is NULL", i, b.count, core.MaxBlocks)
+		if b.count > kv.MaxBlocks || b.count > 0 && b.ids == nil {
+			return nil, nil, fmt.Errorf("group %d has %d block ids (at most %d), or ids is NULL", i, b.count, kv.MaxBlocks)
 		}
-		blocks[i] = append([]core.BlockID(nil), unsafe.Slice((*uint32)(unsafe.Pointer(b.ids)), b.count)...)
+		blocks[i] = append([]kv.BlockID(nil), unsafe.Slice((*uint32)(unsafe.Pointer(b.ids)), b.count)...)
 		first[i] = uint32(b.first)
 	}
 	return blocks, first, nil

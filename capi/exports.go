@@ -22,6 +22,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -185,8 +186,8 @@ func go_register(h C.kvconn_agent, regions *C.kvconn_region, n C.size_t, text **
 		if err != nil {
 			return err
 		}
-		if n > core.MaxRegions {
-			return fmt.Errorf("%w: %d regions, at most %d", core.ErrInvalid, n, core.MaxRegions)
+		if n > kv.MaxRegions {
+			return fmt.Errorf("%w: %d regions, at most %d", core.ErrInvalid, n, kv.MaxRegions)
 		}
 		list, err := structs("regions", regions, n, regionOf)
 		if err != nil {

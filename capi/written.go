@@ -8,11 +8,12 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 )
 
 // An agent's slot has room for the regions that it may register.
-var _ [C.KVCONN_MAX_REGIONS - core.MaxRegions]struct{}
+var _ [C.KVCONN_MAX_REGIONS - kv.MaxRegions]struct{}
 
 // written reads the marks that a host makes, at kvconn_written_address or by
 // kvconn_written_after.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rdma"
 )
@@ -124,8 +125,8 @@ func parseBench(args []string) (benchConfig, error) {
 		if err != nil {
 			return c, err
 		}
-		if n%8 != 0 || c.total%(n*benchLayers) != 0 || c.total/(n*benchLayers) > core.MaxBlocks {
-			return c, fmt.Errorf("%w: total %s is not 1 to %d times %d blocks of %s", errUsage, c.totalSize, core.MaxBlocks, benchLayers, s)
+		if n%8 != 0 || c.total%(n*benchLayers) != 0 || c.total/(n*benchLayers) > kv.MaxBlocks {
+			return c, fmt.Errorf("%w: total %s is not 1 to %d times %d blocks of %s", errUsage, c.totalSize, kv.MaxBlocks, benchLayers, s)
 		}
 		c.blocks = append(c.blocks, n)
 	}
@@ -251,7 +252,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		var rep core.Report
 		err := bare.uses(peer, ofKvconn, c.total, round > 0, func() (err error) {
 			start := time.Now()
-			if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Selection: core.Selection{Blocks: [][]core.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
+			if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Selection: kv.Selection{Blocks: [][]kv.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
 				return err
 			}
 			rep, err = synthetic.WaitReport(ctx, agent, core.TransferID(id))

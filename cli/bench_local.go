@@ -5,8 +5,8 @@ import (
 	"io"
 	"time"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // besideLocal measures what the transport of one host is held against, over the blocks of each round.
@@ -19,7 +19,7 @@ type besideLocal struct {
 }
 
 // measure copies the blocks of a round once more, out of the prefill process and out of far.
-func (b *besideLocal) measure(pool *synthetic.Pool, opened synthetic.Answer, src, dst []core.BlockID, counts bool) (err error) {
+func (b *besideLocal) measure(pool *synthetic.Pool, opened synthetic.Answer, src, dst []kv.BlockID, counts bool) (err error) {
 	began := time.Now()
 	n, err := pool.ReadLoop(opened.PID, opened.Base, src, dst)
 	if err != nil {

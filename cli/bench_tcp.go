@@ -5,8 +5,8 @@ import (
 	"io"
 	"time"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // besideTCP measures what tcp is held against: a bare loop of writev and readv over the blocks of each round, on --streams
@@ -49,7 +49,7 @@ func (b *besideTCP) uses(peer *synthetic.Process, column, bytes int, counts bool
 }
 
 // measure moves the blocks of a round once more.
-func (b *besideTCP) measure(c *benchConfig, peer *synthetic.Process, pool *synthetic.Pool, round, count int, dst []core.BlockID) error {
+func (b *besideTCP) measure(c *benchConfig, peer *synthetic.Process, pool *synthetic.Pool, round, count int, dst []kv.BlockID) error {
 	return b.uses(peer, ofLoop, c.total, round > 0, func() error {
 		took, err := pool.ReceiveBare(peer, synthetic.Order{Transfer: round + 1, Count: count, Adjacent: c.adjacent(), Streams: c.streams}, dst)
 		if err == nil && round > 0 {

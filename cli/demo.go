@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // The synthetic cache of the demo: 8 layers, blocks of 16 tokens and 32 KiB.
@@ -81,7 +82,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 			return err
 		}
 		load := func() error {
-			_, err := agent.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: core.Selection{First: []uint32{uint32(s.skip)}, Blocks: [][]core.BlockID{dst}}}})
+			_, err := agent.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: kv.Selection{First: []uint32{uint32(s.skip)}, Blocks: [][]kv.BlockID{dst}}}})
 			return err
 		}
 		first, second := offer, load

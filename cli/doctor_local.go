@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/local"
 )
 
@@ -74,7 +75,7 @@ func tryLocal(ctx context.Context, shared bool) (err error) {
 		return err
 	}
 	dst := pool.Choose(1, 1, false)
-	if _, err := agent.StartLoad([]core.LoadRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
+	if _, err := agent.StartLoad([]core.LoadRequest{{ID: id, Selection: kv.Selection{Blocks: [][]kv.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
 		return err
 	}
 	report, err := synthetic.WaitReport(ctx, agent, id)

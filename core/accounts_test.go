@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // keeper is a P agent's machine whose engine has named nothing.
@@ -20,7 +21,7 @@ type keeper struct {
 
 func newKeeper(t *testing.T, places int) *keeper {
 	t.Helper()
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1 << 18}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1 << 18}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -43,7 +44,7 @@ func (k *keeper) claim(account, from string, ids ...core.TransferID) (out []core
 
 func (k *keeper) load(account, from string, id core.TransferID, blocks int) core.Code {
 	return k.Tell(k.now, core.LoadMessage{ID: id, Peer: core.AgentID(from), Account: core.Account(account), Grant: []byte("g"),
-		Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{make([]core.BlockID, blocks)}}}).(core.AnswerLoad).Code
+		Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{make([]kv.BlockID, blocks)}}}).(core.AnswerLoad).Code
 }
 
 // early says whether a transfer, or a share of one, has a place.
@@ -73,7 +74,7 @@ func (k *keeper) rest() (all []core.Action) {
 func named(form string, n int) core.TransferID { return core.TransferID(fmt.Sprintf(form, n)) }
 
 func share(id core.TransferID, k int) core.TransferID {
-	return core.Share{K: k, Of: core.MaxShares}.Part(id)
+	return core.PartID(id, kv.Share{K: k, Of: kv.MaxShares})
 }
 
 // TestPlacesByAccount: the agents that one makes share what one account gets, however many they are. Within an account the agent
@@ -156,7 +157,7 @@ func TestClaimGivesWay(t *testing.T) {
 // TestSharesGiveWayTogether: all shares of a claim give way in one step. A share whose load has come makes its transfer firm: claims
 // that are newer, or older, give way before it.
 func TestSharesGiveWayTogether(t *testing.T) {
-	const shares = core.MaxShares
+	const shares = kv.MaxShares
 	k := newKeeper(t, 3*shares)
 	for _, id := range []core.TransferID{"old", "loaded", "new"} {
 		k.claim("a", "d", share(id, 0))
@@ -193,7 +194,7 @@ func TestSharesGiveWayTogether(t *testing.T) {
 
 // TestLoadInSharesGivesWay: a load that must give way does so with all its shares.
 func TestLoadInSharesGivesWay(t *testing.T) {
-	const shares = core.MaxShares
+	const shares = kv.MaxShares
 	k := newKeeper(t, shares)
 	if code := k.load("a", "d", share("loaded", 0), 4); code != core.OK {
 		t.Fatal(code)
@@ -254,15 +255,15 @@ func TestWorkOfOneStep(t *testing.T) {
 		}, core.RenewMessage{From: "e", Account: "b", Claims: []core.TransferID{
 			share("s0", 0), share("s1", 0), share("s2", 0), share("s3", 0), share("s4", 0), share("s5", 0), share("s6", 0), share("s7", 0)}}, most},
 		"block ids that take the place of many small loads": {func(k *keeper) {
-			const large = 1<<22/core.MaxBlocks - 1
+			const large = 1<<22/kv.MaxBlocks - 1
 			for i := range large {
-				k.load("a", "d", named("t%d", i), core.MaxBlocks)
+				k.load("a", "d", named("t%d", i), kv.MaxBlocks)
 			}
 			for i := range most - large - 1 {
-				k.load("a", "d", named("s%d", i), core.MaxBlocks/(most-large))
+				k.load("a", "d", named("s%d", i), kv.MaxBlocks/(most-large))
 			}
 		}, core.LoadMessage{ID: "large", Peer: "e", Account: "b", Grant: []byte("g"),
-			Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{make([]core.BlockID, core.MaxBlocks)}}}, -1},
+			Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{make([]kv.BlockID, kv.MaxBlocks)}}}, -1},
 	} {
 		t.Run(what, func(t *testing.T) {
 			k := newKeeper(t, most)
@@ -273,7 +274,7 @@ func TestWorkOfOneStep(t *testing.T) {
 			for e := c.then; yielded; e = (core.Resume{}) {
 				k.ended = 0
 				k.Tell(k.now, e)
-				if k.ended >= core.Defaults.Ends+core.MaxShares {
+				if k.ended >= core.Defaults.Ends+kv.MaxShares {
 					t.Fatalf("step %d ends %d offers", steps, k.ended)
 				}
 				yielded = slices.ContainsFunc(k.Actions(), func(a core.Action) bool { _, is := a.(core.Yield); return is })

@@ -1,6 +1,10 @@
 package core
 
-import "time"
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/kv"
+)
 
 // Action is what a Machine wants of its user after an event. The concrete types follow.
 type Action interface{ action() }
@@ -57,7 +61,7 @@ type (
 	Expect struct {
 		ID   TransferID
 		Peer AgentID
-		Selection
+		kv.Selection
 	}
 	// SendLoad: send the load to P. If no answer comes, send it again, for less than
 	// Options.PeerTimeout. The outcome is LoadAnswered.
@@ -66,7 +70,7 @@ type (
 		Seq   uint64
 		Peer  AgentID
 		Grant []byte
-		Selection
+		kv.Selection
 		Prompt uint64
 		Lease  time.Duration
 	}
@@ -104,15 +108,15 @@ type (
 	// Revoke: fence a load's blocks. The outcome is Revoked.
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written. Src has the blocks that hold
-	// what Dst, the load's Selection, asks for. Begin and End are as of Match.PairsBetween.
+	// what Dst, the load's Selection, asks for. Begin and End are as of kv.Match.PairsBetween.
 	// While there is an End, Writes that extend this one follow.
 	Write struct {
 		ID    TransferID
 		Peer  AgentID
 		Grant []byte
-		Src   Selection
-		Dst   Selection
-		Match *Match
+		Src   kv.Selection
+		Dst   kv.Selection
+		Match *kv.Match
 
 		Begin, End []uint32
 		Extends    bool // it extends a write that has begun, unless that has ended

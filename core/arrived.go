@@ -20,7 +20,7 @@ func (m *Machine) stepLoadMessage(now time.Time, l LoadMessage) (Code, string) {
 	if t, gone := m.ended.get(l.ID); gone {
 		return t.answer(&l)
 	}
-	if reason := m.tooMuch(&l); reason != "" {
+	if reason := l.TooMuch(m.layout, l.Match); reason != "" {
 		return Refused, reason
 	}
 	if l.Lease <= 0 || l.Lease > time.Hour {
@@ -83,27 +83,6 @@ func (of *offer) knows(l *LoadMessage) (known bool, code Code, reason string) {
 		return true, Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
 	}
 	return false, OK, ""
-}
-
-// tooMuch says why a load can fit no offer of this agent.
-func (m *Machine) tooMuch(l *LoadMessage) string {
-	if len(l.Blocks) > len(m.layout.Groups) {
-		return fmt.Sprintf("the load has %d KV cache groups, %d are registered here", len(l.Blocks), len(m.layout.Groups))
-	}
-	for g, ids := range l.Blocks {
-		from, to := l.Match.ratio(g).sources(0, len(ids), at(l.Tokens, g))
-		if n := m.layout.Groups[g].NumBlocks; to-from > uint64(n) || len(ids) > MaxBlocks {
-			return fmt.Sprintf("the load wants %d blocks of group %d, which has %d here", to-from, g, n)
-		}
-	}
-	regions := len(m.layout.Regions)
-	if l.Match != nil {
-		regions = l.Match.regions
-	}
-	if err := checkRegions(l.Regions, regions); err != nil {
-		return "the load is of " + err.Error()
-	}
-	return ""
 }
 
 // MaxLocked is how many transfers of a peer's message a user with a lock should give at a

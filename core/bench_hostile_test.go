@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // BenchmarkHostileMessage measures how long a prefill agent's machine takes for what package
@@ -13,11 +14,11 @@ import (
 // All places are taken: half by one peer, half by as many peers as there are.
 func BenchmarkHostileMessage(b *testing.B) {
 	const locked = core.MaxLocked
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1 << 18}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1 << 18}})
 	if err != nil {
 		b.Fatal(err)
 	}
-	ids := make([]core.BlockID, core.MaxBlocks)
+	ids := make([]kv.BlockID, kv.MaxBlocks)
 	now := time.Unix(0, 0)
 	seen := 0
 	name := func(form string) core.TransferID {
@@ -52,7 +53,7 @@ func BenchmarkHostileMessage(b *testing.B) {
 			}
 		},
 		"load": func(m *core.Told, from core.AgentID) {
-			m.Tell(now, core.LoadMessage{ID: name("a%d"), Peer: from, Grant: []byte("g"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{ids}}})
+			m.Tell(now, core.LoadMessage{ID: name("a%d"), Peer: from, Grant: []byte("g"), Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{ids}}})
 		},
 	} {
 		b.Run(what, func(b *testing.B) {

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // BenchmarkTransfer takes a transfer through the machines of P and D, from the engine's
@@ -18,21 +19,21 @@ func BenchmarkTransfer(b *testing.B) {
 }
 
 func benchmarkTransfers(b *testing.B, live int) {
-	var regions []core.Region
+	var regions []kv.Region
 	for i := range 64 {
-		regions = append(regions, core.Region{Name: fmt.Sprint(i), Base: uint64(1+i) << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1000})
+		regions = append(regions, kv.Region{Name: fmt.Sprint(i), Base: uint64(1+i) << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1000})
 	}
-	l, err := core.NewLayout(regions)
+	l, err := kv.NewLayout(regions)
 	if err != nil {
 		b.Fatal(err)
 	}
 	p, d := core.New(l, core.Options{}), core.New(l, core.Options{})
 	from := core.Target{Bootstrap: "http://p:8998", DPRank: -1}
-	ids := make([]core.BlockID, 64)
+	ids := make([]kv.BlockID, 64)
 	for i := range ids {
-		ids[i] = core.BlockID(i)
+		ids[i] = kv.BlockID(i)
 	}
-	blocks := core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{ids}}
+	blocks := kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{ids}}
 	now := time.Unix(0, 0)
 	var todo []core.Action
 	tell := func(m *core.Machine, e core.Event) {

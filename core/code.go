@@ -3,6 +3,8 @@ package core
 import (
 	"strconv"
 	"time"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Code says how a half of a transfer ended; it is the code of the C API too.
@@ -43,14 +45,14 @@ type Target struct {
 	TPRank, PPRank int // of a part
 	// Engine, in a part, is how many ranks the engine must have; zero: it is not
 	// compared.
-	Engine Ranks
+	Engine kv.Ranks
 }
 
 // FoundPart is one rank of a prefill engine that this agent loads from, where the transfer
 // has several parts.
 type FoundPart struct {
 	From    Target // that rank
-	Share   Share
+	Share   kv.Share
 	Regions []uint32 // that are loaded from it, ascending; none: D needs nothing of it
 	Peer    AgentID
 	Opened  time.Time // as of Resolved

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"math"
 	"slices"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 // With Options.ReportDemands each announced transfer gets a Report of SideDemand before
@@ -34,7 +36,7 @@ func (m *Machine) demanded(id TransferID) {
 		if of.load == nil {
 			return
 		}
-		first = min(first, at(of.load.First, 0))
+		first = min(first, kv.At(of.load.First, 0))
 	}
 	m.reportDemand(id, OK, "", first)
 }

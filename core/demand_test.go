@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 // demanding is a P whose engine is told when its transfers are demanded.
@@ -16,7 +18,10 @@ type demanding struct {
 }
 
 func newDemanding(t *testing.T) *demanding {
-	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16))
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 0x1000, BlockStride: 64, BlockBytes: 64, NumBlocks: 16}})
+	if err != nil {
+		t.Fatal(err)
+	}
 	return &demanding{&Told{Machine: New(l, Options{ReportDemands: true})}, t, time.Unix(0, 0)}
 }
 
@@ -27,9 +32,9 @@ func (w *demanding) announce(id TransferID) {
 	}
 }
 
-func (w *demanding) load(id TransferID, first uint32, blocks ...BlockID) {
+func (w *demanding) load(id TransferID, first uint32, blocks ...kv.BlockID) {
 	w.t.Helper()
-	if answer := w.Tell(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), Selection: Selection{First: []uint32{first}, Blocks: [][]BlockID{blocks}}}); answer != accepted {
+	if answer := w.Tell(w.now, LoadMessage{ID: id, Peer: "D", Grant: []byte(id), Selection: kv.Selection{First: []uint32{first}, Blocks: [][]kv.BlockID{blocks}}}); answer != accepted {
 		w.t.Fatal(answer)
 	}
 }
@@ -74,12 +79,12 @@ func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
 	w.nothing()
 	w.announce("before")
 	w.expect("before", OK, 0, "")
-	if err := w.Try(w.now, OfferRequest{ID: "before", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
+	if err := w.Try(w.now, OfferRequest{ID: "before", Selection: kv.Selection{Blocks: [][]kv.BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.nothing()
 	w.announce("unwaited")
-	if err := w.Try(w.now, OfferRequest{ID: "unwaited", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
+	if err := w.Try(w.now, OfferRequest{ID: "unwaited", Selection: kv.Selection{Blocks: [][]kv.BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.expect("unwaited", OK, 0, "")
@@ -88,26 +93,26 @@ func TestWantIsReportedWhenTheLoadIsHere(t *testing.T) {
 func TestWantIsReportedOnceForAllShares(t *testing.T) {
 	w := newDemanding(t)
 	w.announce("x")
-	w.load(Share{0, 2, 0}.Part("x"), 2, 1)
+	w.load(PartID("x", kv.Share{K: 0, Of: 2, Source: 0}), 2, 1)
 	w.nothing()
-	w.load(Share{1, 2, 0}.Part("x"), 1, 1, 2)
+	w.load(PartID("x", kv.Share{K: 1, Of: 2, Source: 0}), 1, 1, 2)
 	w.expect("x", OK, 1, "")
 
 	w.announce("y") // one share fails, the other's load is here
-	w.load(Share{0, 2, 0}.Part("y"), 0, 1)
-	w.Tell(w.now, FinishMessage{From: "E", ID: Share{1, 2, 0}.Part("y")})
+	w.load(PartID("y", kv.Share{K: 0, Of: 2, Source: 0}), 0, 1)
+	w.Tell(w.now, FinishMessage{From: "E", ID: PartID("y", kv.Share{K: 1, Of: 2, Source: 0})})
 	w.expect("y", OK, 0, "")
 
 	w.announce("z") // no share needs anything
-	w.Tell(w.now, FinishMessage{From: "D", ID: Share{0, 2, 0}.Part("z"), Code: Cancelled, Reason: "not needed"})
+	w.Tell(w.now, FinishMessage{From: "D", ID: PartID("z", kv.Share{K: 0, Of: 2, Source: 0}), Code: Cancelled, Reason: "not needed"})
 	w.nothing()
-	w.Tell(w.now, FinishMessage{From: "E", ID: Share{1, 2, 0}.Part("z"), Code: Cancelled, Reason: "not needed"})
+	w.Tell(w.now, FinishMessage{From: "E", ID: PartID("z", kv.Share{K: 1, Of: 2, Source: 0}), Code: Cancelled, Reason: "not needed"})
 	w.expect("z", PeerCancelled, 0, "not needed")
 }
 
 // A share that is loaded is no reason to begin when this side ends the transfer.
 func TestWantOfSharesThatPrefillEnds(t *testing.T) {
-	share := func(k int) TransferID { return Share{k, 3, 0}.Part("x") }
+	share := func(k int) TransferID { return PartID("x", kv.Share{K: k, Of: 3, Source: 0}) }
 	for name, c := range map[string]struct {
 		lost bool // decode has given another share up
 		ends Event
@@ -139,7 +144,7 @@ func TestWantOfSharesThatPrefillEnds(t *testing.T) {
 // What became of a share before the engine announced counts as it does after.
 func TestWantOfSharesThatEndedBefore(t *testing.T) {
 	w := newDemanding(t)
-	part := func(id TransferID, k int) TransferID { return Share{k, 2, 0}.Part(id) }
+	part := func(id TransferID, k int) TransferID { return PartID(id, kv.Share{K: k, Of: 2, Source: 0}) }
 	w.Tell(w.now, FinishMessage{From: "E", ID: part("x", 1), Code: Cancelled, Reason: "not needed"})
 	w.announce("x")
 	w.nothing()
@@ -197,7 +202,7 @@ func TestWantOfAUsedID(t *testing.T) {
 	if err := w.Try(w.now, Announce{ID: "x"}); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("announced after it was demanded: %v", err)
 	}
-	if err := w.Try(w.now, OfferRequest{ID: "x", Selection: Selection{Blocks: [][]BlockID{{1}}}}); err != nil {
+	if err := w.Try(w.now, OfferRequest{ID: "x", Selection: kv.Selection{Blocks: [][]kv.BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
 	w.Tell(w.now, Written{ID: "x"})

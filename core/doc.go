@@ -24,7 +24,7 @@
 //
 // # Moments
 //
-// Blocks may lie in the memory of a device ([Region].Memory), whose work is done later
+// Blocks may lie in the memory of a device ([kv.Region].Memory), whose work is done later
 // than the engine queues it. So the engine's agent numbers moments in that work, and a request
 // says after which one it counts:
 //
@@ -252,7 +252,6 @@
 //	refused           FinishMessage LoadMessage Tick      -                 Report?
 //	refused           Cancel Close Remapped ProbeReplied  -                 Report?
 //
-// Layouts ([Layout], [Region]), matches of two layouts ([Match]) and plans
-// ([Match.Pairs] of the sender, [Match.Segments] of the receiver) are values
-// without I/O too. All transports share them.
+// What caches are like, and which bytes of two of them are the same, is package kv's: values,
+// of which the machine holds an engine's layout and its selections.
 package core

@@ -6,21 +6,22 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // TestEarlyLoadsGiveWay: when there is no room for more block ids, the agent with the most block
 // ids gives way. An agent that holds many places and no block ids keeps them.
 func TestEarlyLoadsGiveWay(t *testing.T) {
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1 << 18}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1 << 18}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	const all = 1 << 22 / core.MaxBlocks // loads that take all room
+	const all = 1 << 22 / kv.MaxBlocks // loads that take all room
 	m := core.Told{Machine: core.New(l, core.Options{MaxTransfers: 64})}
 	now := time.Unix(0, 0)
 	load := func(id string, from core.AgentID, blocks int) core.Code {
 		answer := m.Tell(now, core.LoadMessage{ID: core.TransferID(id), Peer: from, Grant: []byte("g"),
-			Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{make([]core.BlockID, blocks)}}})
+			Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{make([]kv.BlockID, blocks)}}})
 		m.Actions()
 		return answer.(core.AnswerLoad).Code
 	}
@@ -33,14 +34,14 @@ func TestEarlyLoadsGiveWay(t *testing.T) {
 		}
 	}
 	for n := range all {
-		if code := load(fmt.Sprint("l", n), core.AgentID(fmt.Sprint("d", n)), core.MaxBlocks); code != core.OK {
+		if code := load(fmt.Sprint("l", n), core.AgentID(fmt.Sprint("d", n)), kv.MaxBlocks); code != core.OK {
 			t.Fatal(n, code)
 		}
 	}
-	if code := load("equal", "e", core.MaxBlocks); code != core.Refused {
+	if code := load("equal", "e", kv.MaxBlocks); code != core.Refused {
 		t.Errorf("a load of as many blocks as the greatest: %v", code)
 	}
-	if code := load("less", "e", core.MaxBlocks/2); code != core.OK {
+	if code := load("less", "e", kv.MaxBlocks/2); code != core.OK {
 		t.Errorf("a load of half as many blocks: %v", code)
 	}
 	left := 0

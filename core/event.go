@@ -1,6 +1,10 @@
 package core
 
-import "time"
+import (
+	"time"
+
+	"github.com/kvconn/kvconn/kv"
+)
 
 // Event is what has happened, as the user of a Machine tells it to [Machine.Step]. The concrete types follow.
 // Requests, Announce, Cancel and Withdraw are the engine's: the machine may refuse them. Messages are a peer's. The
@@ -11,7 +15,7 @@ type Event interface{ event() }
 // its Report. Of its Selection only First and Blocks count. P has no blocks before First.
 type OfferRequest struct {
 	ID TransferID
-	Selection
+	kv.Selection
 	Token  uint64 // given back in the Report
 	Prompt uint64 // fingerprint of the prompt that the blocks are the cache of; 0: not said
 	After  Moment // from which on the blocks hold the transfer; 0: they hold it
@@ -33,7 +37,7 @@ type ClaimRequest struct {
 type LoadRequest struct {
 	ID   TransferID
 	From Target
-	Selection
+	kv.Selection
 	Token  uint64
 	Prompt uint64 // fingerprint of the prompt that it is to be the cache of; 0: not said. P refuses a load of another prompt
 	After  Moment // from which on the blocks may be written, since nothing uses their old content any more; 0: they may be written
@@ -65,14 +69,14 @@ type Remapped struct {
 
 // LoadMessage is D's load as P's machine sees it.
 type LoadMessage struct {
-	ID        TransferID
-	Peer      AgentID
-	Account   Account
-	Grant     []byte
-	Selection        // of D's blocks and regions
-	Prompt    uint64 // as of LoadRequest
-	Lease     time.Duration
-	Match     *Match // of this agent's caches with D's; nil: they are alike
+	ID           TransferID
+	Peer         AgentID
+	Account      Account
+	Grant        []byte
+	kv.Selection        // of D's blocks and regions
+	Prompt       uint64 // as of LoadRequest
+	Lease        time.Duration
+	Match        *kv.Match // of this agent's caches with D's; nil: they are alike
 }
 
 // RenewMessage is D's renewal of its loads and claims. P answers by AnswerRenew.

@@ -22,7 +22,7 @@ type parts struct {
 func newParts(id TransferID, from Target, found []FoundPart) parts {
 	p := parts{id: id, from: from, found: found, left: len(found)}
 	for i := range found {
-		p.ids = append(p.ids, found[i].Share.Part(id))
+		p.ids = append(p.ids, PartID(id, found[i].Share))
 	}
 	return p
 }
@@ -75,7 +75,7 @@ func (m *Machine) stepResolvedParts(now time.Time, r ResolvedParts) {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
 				break
 			}
-			m.act(SendFinish{Peer: r.Found[i].Peer, ID: r.Found[i].Share.Part(r.ID), Code: f.end.code, Reason: f.end.reason})
+			m.act(SendFinish{Peer: r.Found[i].Peer, ID: PartID(r.ID, r.Found[i].Share), Code: f.end.code, Reason: f.end.reason})
 		}
 		m.dropFarewell(f)
 	}
@@ -110,7 +110,7 @@ func (m *Machine) fanInLoad(now time.Time, ld *load, found []FoundPart) {
 	for i := range found {
 		m.seq++
 		part := *ld // what was claimed or tried before
-		part.id, part.seq, part.from, part.Selection = f.ids[i], m.seq, found[i].From, ld.cut(m.layout, found[i].Regions)
+		part.id, part.seq, part.from, part.Selection = f.ids[i], m.seq, found[i].From, ld.Cut(m.layout, found[i].Regions)
 		m.loadAfter(now, &part, fault.Pick("found-parts-at-once", after, 0))
 		m.loadTo(&part, was)
 		m.resolved(now, part.id, part.seq, found[i].Peer, found[i].Opened, ending{})
@@ -133,7 +133,7 @@ func (m *Machine) loadClaimedParts(now time.Time, r LoadRequest) bool {
 	delete(m.fans.claims, r.ID)
 	m.fans.loads[r.ID] = f
 	for i := range f.found {
-		m.beginLoad(now, &load{id: f.ids[i], from: f.found[i].From, Selection: r.cut(m.layout, f.found[i].Regions), prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), after: fault.Pick("parts-at-once", r.After, 0)})
+		m.beginLoad(now, &load{id: f.ids[i], from: f.found[i].From, Selection: r.Cut(m.layout, f.found[i].Regions), prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), after: fault.Pick("parts-at-once", r.After, 0)})
 	}
 	return true
 }

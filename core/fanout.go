@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // P's fan-out: several D agents have shares of one offer, or one D has a share of it beside
@@ -66,7 +67,7 @@ func (m *Machine) fanOut(now time.Time, who party, part TransferID) (Code, strin
 	}
 	var early *earlyPlace
 	for k := range share.Of {
-		of := base.part(Share{k, share.Of, share.Source}.Part(id), now.Add(m.opt.EarlyLoad))
+		of := base.part(PartID(id, kv.Share{K: k, Of: share.Of, Source: share.Source}), now.Add(m.opt.EarlyLoad))
 		f.parts = append(f.parts, of.id)
 		m.offerTo(of, state)
 		if state == offerEarly {
@@ -104,7 +105,7 @@ func (of *offer) part(id TransferID, deadline time.Time) *offer {
 	if of == nil {
 		return &offer{id: id, deadline: deadline}
 	}
-	held := Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)}
+	held := kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)}
 	for g := range held.Blocks {
 		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's list is extended apart
 	}

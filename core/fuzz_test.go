@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // FuzzMachine is one machine's user. It reads its input as events: requests of the engine, messages
@@ -68,8 +69,8 @@ type user struct {
 	t      *testing.T
 	in     []byte
 	m      *core.Told
-	layout *core.Layout
-	match  *core.Match // with itself
+	layout *kv.Layout
+	match  *kv.Match // with itself
 	now    time.Time
 	ledger *ledger
 	token  uint64
@@ -79,7 +80,7 @@ type user struct {
 	asked   []core.Action // performed, the answer is awaited
 	armed   []core.TransferID
 	writing map[core.TransferID]bool // the transport reads the blocks, or will
-	offered map[core.TransferID][][]core.BlockID
+	offered map[core.TransferID][][]kv.BlockID
 	prompts map[core.TransferID]uint64      // of them
 	passed  map[core.Moment]bool            // moments
 	holding map[core.TransferID]core.Moment // from which on offers' blocks hold them
@@ -87,7 +88,7 @@ type user struct {
 }
 
 func newUser(t *testing.T, in []byte) *user {
-	l, err := core.NewLayout([]core.Region{
+	l, err := kv.NewLayout([]kv.Region{
 		{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 16},
 		{Name: "v", Base: 2 << 20, BlockStride: 64, BlockBytes: 32, NumBlocks: 12},
 		{Name: "s", Base: 3 << 20, BlockStride: 8, BlockBytes: 8, NumBlocks: 16, Group: 1},
@@ -95,11 +96,11 @@ func newUser(t *testing.T, in []byte) *user {
 	if err != nil {
 		t.Fatal(err)
 	}
-	match, err := core.NewMatch(l.Shapes(), l.Shapes())
+	match, err := kv.NewMatch(l.Shapes(), l.Shapes())
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]core.BlockID{}, prompts: map[core.TransferID]uint64{},
+	return &user{t: t, in: in, layout: l, match: match, now: time.Unix(0, 0), ledger: newLedger(), writing: map[core.TransferID]bool{}, offered: map[core.TransferID][][]kv.BlockID{}, prompts: map[core.TransferID]uint64{},
 		passed: map[core.Moment]bool{0: true}, holding: map[core.TransferID]core.Moment{}, free: map[core.TransferID]core.Moment{},
 		m: &core.Told{Machine: core.New(l, core.Options{MaxTransfers: fuzzTransfers, Ends: 1 + len(in)%3, Claim: time.Minute, ReportClaims: len(in)%2 == 1})}}
 }
@@ -138,14 +139,14 @@ func (u *user) code() core.Code {
 }
 
 // blocks has up to 4 groups of up to 17 ids: more than there are.
-func (u *user) blocks() [][]core.BlockID {
-	out := make([][]core.BlockID, u.byte()%5)
+func (u *user) blocks() [][]kv.BlockID {
+	out := make([][]kv.BlockID, u.byte()%5)
 	for g := range out {
-		out[g] = make([]core.BlockID, u.byte()%18)
+		out[g] = make([]kv.BlockID, u.byte()%18)
 		for i := range out[g] {
-			out[g][i] = core.BlockID(u.byte())
+			out[g][i] = kv.BlockID(u.byte())
 			if out[g][i] == 0xff {
-				out[g][i] = ^core.BlockID(0)
+				out[g][i] = ^kv.BlockID(0)
 			}
 		}
 	}
@@ -184,7 +185,7 @@ func (u *user) next() {
 		u.tell(core.Announce{ID: u.id()})
 	case 1:
 		u.token++
-		r := core.OfferRequest{ID: u.id(), Selection: core.Selection{Blocks: u.blocks()}, Token: u.token, Prompt: u.token % 3, After: u.moment()}
+		r := core.OfferRequest{ID: u.id(), Selection: kv.Selection{Blocks: u.blocks()}, Token: u.token, Prompt: u.token % 3, After: u.moment()}
 		if u.tell(r) == nil {
 			u.holding[r.ID] = r.After
 			u.offered[r.ID], u.prompts[r.ID] = r.Blocks, r.Prompt
@@ -194,7 +195,7 @@ func (u *user) next() {
 		u.tell(core.ClaimRequest{ID: u.id(), From: u.target(), Token: u.token})
 	case 3:
 		u.token++
-		r := core.LoadRequest{ID: u.id(), From: u.target(), Selection: core.Selection{First: u.first(), Blocks: u.blocks()}, Token: u.token, After: u.moment()}
+		r := core.LoadRequest{ID: u.id(), From: u.target(), Selection: kv.Selection{First: u.first(), Blocks: u.blocks()}, Token: u.token, After: u.moment()}
 		if len(r.First) == 0 {
 			r.First = nil
 		}
@@ -205,7 +206,7 @@ func (u *user) next() {
 		u.tell(core.Cancel{ID: u.id()})
 	case 5:
 		id, peer, grant := u.named(), u.peer(), u.byte()%3
-		answer := u.tell(core.LoadMessage{ID: id, Peer: peer, Account: accountOf(peer), Grant: []byte{grant}, Prompt: uint64(grant), Selection: core.Selection{First: u.first(), Blocks: u.blocks(), Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})}, Lease: time.Duration(int8(u.byte())) * time.Second})
+		answer := u.tell(core.LoadMessage{ID: id, Peer: peer, Account: accountOf(peer), Grant: []byte{grant}, Prompt: uint64(grant), Selection: kv.Selection{First: u.first(), Blocks: u.blocks(), Regions: pick(u, [][]uint32{nil, nil, nil, {0}, {1, 2}, {5}, {}})}, Lease: time.Duration(int8(u.byte())) * time.Second})
 		u.known(answer.(core.AnswerLoad).Code)
 	case 6:
 		loads, claims := u.ids(), u.ids()
@@ -266,7 +267,7 @@ const maxFound = 3
 func (u *user) found(opened time.Time) (list []core.FoundPart) {
 	n, of := 1+int(u.byte())%maxFound, 1+int(u.byte())%3
 	for i := range n {
-		list = append(list, core.FoundPart{From: u.target(), Share: core.Share{K: of - 1, Of: of, Source: i}, Peer: pick(u, []core.AgentID{"p", "q", "r"}), Opened: opened})
+		list = append(list, core.FoundPart{From: u.target(), Share: kv.Share{K: of - 1, Of: of, Source: i}, Peer: pick(u, []core.AgentID{"p", "q", "r"}), Opened: opened})
 	}
 	for r := range uint32(3) {
 		f := &list[int(u.byte())%n]
@@ -275,9 +276,9 @@ func (u *user) found(opened time.Time) (list []core.FoundPart) {
 	return list
 }
 
-func (u *user) share() core.Share {
+func (u *user) share() kv.Share {
 	b := u.byte()
-	return core.Share{K: int(b % 3), Of: 1 + int(b/3%3), Source: int(b/9) % 3}
+	return kv.Share{K: int(b % 3), Of: 1 + int(b/3%3), Source: int(b/9) % 3}
 }
 
 // named is an id as a peer names it: the transfer's or a part's, well formed or not.
@@ -287,7 +288,7 @@ func (u *user) named() core.TransferID {
 	case b < 128:
 		return id
 	case b < 250:
-		return u.share().Part(id)
+		return core.PartID(id, u.share())
 	}
 	return id + pick(u, []core.TransferID{"\x00", "\x000/2", "\x003/2@0", "\x00-1/2@0", "\x000/65@0", "\x0000/2@0", "\x000/1@99999"})
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // loadState: doc.go has the table of transitions.
@@ -44,7 +45,7 @@ type load struct {
 	state loadState
 	token uint64
 	from  Target
-	Selection
+	kv.Selection
 	prompt uint64 // of LoadRequest
 	after  Moment // of LoadRequest; 0 when it has passed
 	agents
@@ -65,7 +66,7 @@ func (m *Machine) stepLoad(now time.Time, r LoadRequest) error {
 	if err := m.checkLoad(r.ID, r.From); err != nil {
 		return err
 	}
-	if err := r.checkLoad(m.layout); err != nil {
+	if err := r.CheckLoad(m.layout); err != nil {
 		return fmt.Errorf("%w: load %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	if m.loading(r.ID) {

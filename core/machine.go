@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/invariants"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Errors of a Refuse; they are wrapped with the value and the remedy.
@@ -73,7 +74,7 @@ func (o Options) withDefaults() Options {
 // for the user's duties.
 type Machine struct {
 	opt    Options
-	layout *Layout
+	layout *kv.Layout
 	closed bool
 	seq    uint64
 	count  Counters
@@ -110,7 +111,7 @@ type Machine struct {
 }
 
 // New makes a Machine for one registered layout.
-func New(layout *Layout, opt Options) *Machine {
+func New(layout *kv.Layout, opt Options) *Machine {
 	opt = opt.withDefaults()
 	return &Machine{
 		opt: opt, layout: layout, taken: observer{tell: opt.OnTransition},
@@ -224,7 +225,7 @@ func (m *Machine) stepRequest(now time.Time, e Event) error {
 }
 
 // Layout is what the machine was made for.
-func (m *Machine) Layout() *Layout { return m.layout }
+func (m *Machine) Layout() *kv.Layout { return m.layout }
 
 // Busy says whether anything waits for the time.
 func (m *Machine) Busy() bool { return m.halves() > 0 }

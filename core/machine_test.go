@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -23,7 +24,7 @@ func TestTranscripts(t *testing.T) {
 }
 
 func newScript(t *testing.T) (func(*coretest.Command) string, func()) {
-	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}, layouts: map[string]*core.Layout{}, table: readTransitions(t)}
+	s := &script{t: t, now: time.Unix(0, 0), machines: map[string]*scripted{}, layouts: map[string]*kv.Layout{}, table: readTransitions(t)}
 	return s.run, s.end
 }
 
@@ -31,7 +32,7 @@ type script struct {
 	t        *testing.T
 	now      time.Time
 	machines map[string]*scripted
-	layouts  map[string]*core.Layout
+	layouts  map[string]*kv.Layout
 	table    transitionTable
 }
 
@@ -103,10 +104,10 @@ func sentinel(err error) string {
 
 // layout has groups= groups of 100 blocks, opaque ones or of size= tokens, which are
 // a list, and regions= regions in each.
-func (s *script) layout(c *coretest.Command, sizes []uint32) *core.Layout {
-	var regions []core.Region
+func (s *script) layout(c *coretest.Command, sizes []uint32) *kv.Layout {
+	var regions []kv.Region
 	for g := range s.number(c, "groups", max(1, uint64(len(sizes)))) {
-		r := core.Region{Name: "k", Group: uint32(g), Base: 1 << 20 * (1 + g), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100}
+		r := kv.Region{Name: "k", Group: uint32(g), Base: 1 << 20 * (1 + g), BlockStride: 1024, BlockBytes: 1024, NumBlocks: 100}
 		if sizes != nil {
 			r.Tokens, r.Heads, r.TokenStride, r.HeadStride, r.BlockBytes = sizes[g], 1, 4, 4, 4*uint64(sizes[g])
 		}
@@ -115,7 +116,7 @@ func (s *script) layout(c *coretest.Command, sizes []uint32) *core.Layout {
 			r.Name, r.Base = r.Name+"k", r.Base+1<<24
 		}
 	}
-	l, err := core.NewLayout(regions)
+	l, err := kv.NewLayout(regions)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -192,9 +193,9 @@ func (s *script) event(what string, c *coretest.Command) core.Event {
 	}
 	switch what {
 	case "load":
-		return core.LoadRequest{ID: id, Selection: core.Selection{Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens")}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c), From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
+		return core.LoadRequest{ID: id, Selection: kv.Selection{Blocks: s.blocks(c), First: s.first(c), Tokens: s.list(c, "tokens")}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c), From: core.Target{Bootstrap: c.Value("at", ""), EngineID: c.Value("from", "")}}
 	case "offer":
-		return core.OfferRequest{ID: id, Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c)}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c)}
+		return core.OfferRequest{ID: id, Selection: kv.Selection{First: s.first(c), Blocks: s.blocks(c)}, Token: s.number(c, "token", 1), Prompt: s.number(c, "prompt", 0), After: s.moment(c)}
 	case "announce":
 		return core.Announce{ID: id}
 	case "partial":
@@ -228,7 +229,7 @@ func (s *script) event(what string, c *coretest.Command) core.Event {
 	case "finish":
 		return core.FinishMessage{From: peer, Account: account, ID: id, Code: s.code(c), Reason: why}
 	case "loaded":
-		return core.LoadMessage{ID: id, Peer: peer, Account: account, Grant: []byte(c.Value("grant", "")), Match: s.match(c), Selection: core.Selection{First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", "")))}, Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)}
+		return core.LoadMessage{ID: id, Peer: peer, Account: account, Grant: []byte(c.Value("grant", "")), Match: s.match(c), Selection: kv.Selection{First: s.first(c), Blocks: s.blocks(c), Tokens: s.list(c, "tokens"), Regions: numbers(s, c, strings.Fields(c.Value("of", "")))}, Prompt: s.number(c, "prompt", 0), Lease: s.duration(c, "lease", 30*time.Second)}
 	case "renew":
 		return core.RenewMessage{From: peer, Account: account, Loads: s.ids(c, "ids"), Claims: s.ids(c, "claims")}
 	case "renewed":

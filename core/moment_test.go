@@ -8,11 +8,12 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func newMachine(t *testing.T) *core.Told {
 	t.Helper()
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 1 << 14, Memory: core.DeviceMemory(0)}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 1 << 14, Memory: kv.DeviceMemory(0)}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -34,7 +35,7 @@ func TestMomentOfMany(t *testing.T) {
 	m, now := newMachine(t), time.Unix(0, 0)
 	const loads = 1000
 	for i := range loads {
-		r := core.LoadRequest{ID: core.TransferID(fmt.Sprint(i)), From: core.Target{EngineID: "e"}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i)}}}, After: 5}
+		r := core.LoadRequest{ID: core.TransferID(fmt.Sprint(i)), From: core.Target{EngineID: "e"}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{kv.BlockID(i)}}}, After: 5}
 		if err := m.Try(now, r); err != nil {
 			t.Fatal(err)
 		}
@@ -61,13 +62,13 @@ func TestGrowthsInAnyOrder(t *testing.T) {
 	}
 	m, now := newMachine(t), time.Unix(0, 0)
 	const most = 4096
-	blocks := make([]core.BlockID, most+1)
+	blocks := make([]kv.BlockID, most+1)
 	for i := range blocks {
-		blocks[i] = core.BlockID(i)
+		blocks[i] = kv.BlockID(i)
 	}
-	m.Tell(now, core.LoadMessage{ID: "t", Peer: "d", Grant: []byte("g"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{blocks}}})
+	m.Tell(now, core.LoadMessage{ID: "t", Peer: "d", Grant: []byte("g"), Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{blocks}}})
 	for i := range most + 1 {
-		r := core.PartialOffer{ID: "t", Blocks: [][]core.BlockID{blocks[i : i+1]}, Ready: []uint32{uint32(i + 1)}, After: core.Moment(1 + i)}
+		r := core.PartialOffer{ID: "t", Blocks: [][]kv.BlockID{blocks[i : i+1]}, Ready: []uint32{uint32(i + 1)}, After: core.Moment(1 + i)}
 		switch err := m.Try(now, r); {
 		case i < most && err != nil:
 			t.Fatal(err)
@@ -98,10 +99,10 @@ func TestGrowthsInAnyOrder(t *testing.T) {
 // TestNoMoment: without moments none are kept.
 func TestNoMoment(t *testing.T) {
 	m, now := newMachine(t), time.Unix(0, 0)
-	if err := m.Try(now, core.OfferRequest{ID: "t", Selection: core.Selection{Blocks: [][]core.BlockID{{1}}}}); err != nil {
+	if err := m.Try(now, core.OfferRequest{ID: "t", Selection: kv.Selection{Blocks: [][]kv.BlockID{{1}}}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.Try(now, core.LoadRequest{ID: "u", From: core.Target{EngineID: "e"}, Selection: core.Selection{Blocks: [][]core.BlockID{{2}}}}); err != nil {
+	if err := m.Try(now, core.LoadRequest{ID: "u", From: core.Target{EngineID: "e"}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{2}}}}); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.Try(now, core.LoadRequest{ID: "v", From: core.Target{EngineID: "e"}, After: 3}); err != nil { // of no blocks

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // offerState: doc.go has the table of transitions.
@@ -54,17 +55,17 @@ type offer struct {
 	id        TransferID
 	state     offerState
 	token     uint64
-	held      Selection   // First and Blocks of what the engine has given
-	ready     []uint32    // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
-	sent      []uint32    // ready as it was when the Write under way was last extended
-	growths   []growth    // what becomes ready with moments that have not passed, in the engine's order
-	prompt    uint64      // fingerprint of the prompt that they are the cache of; 0: not said yet
-	offered   time.Time   // zero: the engine has not offered all of it
-	sendAt    time.Time   // when the Write began
-	deadline  time.Time   // end of the lease, or of the wait for the engine
-	endBy     time.Time   // whatever D says; zero: the engine has not offered all of it
-	peer      AgentID     // the D agent that claims or loads it
-	place     *earlyPlace // of a transfer that is early, or was
+	held      kv.Selection // First and Blocks of what the engine has given
+	ready     []uint32     // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
+	sent      []uint32     // ready as it was when the Write under way was last extended
+	growths   []growth     // what becomes ready with moments that have not passed, in the engine's order
+	prompt    uint64       // fingerprint of the prompt that they are the cache of; 0: not said yet
+	offered   time.Time    // zero: the engine has not offered all of it
+	sendAt    time.Time    // when the Write began
+	deadline  time.Time    // end of the lease, or of the wait for the engine
+	endBy     time.Time    // whatever D says; zero: the engine has not offered all of it
+	peer      AgentID      // the D agent that claims or loads it
+	place     *earlyPlace  // of a transfer that is early, or was
 	load      *LoadMessage
 	landed    bool     // D has all bytes
 	nacked    bool     // D's transport expects it no more
@@ -169,7 +170,7 @@ func (m *Machine) stepOffer(now time.Time, r OfferRequest) error {
 	if m.closed {
 		return ErrClosed
 	}
-	if err := r.check(m.layout); err != nil {
+	if err := r.Check(m.layout); err != nil {
 		return fmt.Errorf("%w: offer %q: %w", ErrInvalid, string(r.ID), err)
 	}
 	half := m.halfOf(r.ID)
@@ -211,7 +212,7 @@ func (m *Machine) stepOffer(now time.Time, r OfferRequest) error {
 
 // ready takes all blocks of an offer.
 func (m *Machine) ready(now time.Time, of *offer, r *OfferRequest) {
-	of.token, of.held, of.offered, of.endBy = r.Token, Selection{First: r.First, Blocks: r.Blocks}, now, now.Add(m.opt.Offer)
+	of.token, of.held, of.offered, of.endBy = r.Token, kv.Selection{First: r.First, Blocks: r.Blocks}, now, now.Add(m.opt.Offer)
 	of.prompt = cmp.Or(of.prompt, r.Prompt)
 	if of.state.ends() {
 		return
@@ -220,7 +221,7 @@ func (m *Machine) ready(now time.Time, of *offer, r *OfferRequest) {
 		m.complete(now, of)
 		return
 	}
-	of.held = of.held.ofGroups(len(m.layout.Groups))
+	of.held = of.held.OfGroups(len(m.layout.Groups))
 	switch of.state {
 	case offerPartial:
 		m.offerTo(of, offerFinishing)
@@ -259,18 +260,18 @@ func (m *Machine) startWrite(now time.Time, of *offer) {
 }
 
 // write is the Write of an offer's load that reads src.
-func (of *offer) write(src Selection) Write {
+func (of *offer) write(src kv.Selection) Write {
 	l := of.load
 	return Write{ID: of.id, Peer: l.Peer, Grant: l.Grant, Src: src, Dst: l.Selection, Match: l.Match}
 }
 
 // joinHalves finds the blocks of an offer that its load asks for, or says why the halves
 // do not fit.
-func (m *Machine) joinHalves(of *offer) (src Selection, err error) {
+func (m *Machine) joinHalves(of *offer) (src kv.Selection, err error) {
 	if err := of.samePrompt(); err != nil {
-		return Selection{}, err
+		return kv.Selection{}, err
 	}
-	return of.held.wanted(of.load)
+	return of.held.Wanted(of.load.Match, &of.load.Selection)
 }
 
 // samePrompt: an id alone does not say that both halves are of one request. If the prompts
@@ -283,28 +284,6 @@ func (of *offer) samePrompt() error {
 	}
 	return fmt.Errorf("transfer %q: decode asks for another prompt than prefill has (fingerprints %016x and %016x): both need the same request, under a transfer_id of its own, and weights replaced as often",
 		string(nameOf(of.id)), of.load.Prompt, of.prompt)
-}
-
-// wanted is the part of an offered selection that a load asks for.
-func (s *Selection) wanted(l *LoadMessage) (src Selection, err error) {
-	if len(l.Blocks) > len(s.Blocks) {
-		return src, fmt.Errorf("the load has %d KV cache groups, the offer %d", len(l.Blocks), len(s.Blocks))
-	}
-	src = Selection{First: make([]uint32, len(l.Blocks)), Blocks: make([][]BlockID, len(l.Blocks))}
-	for g, dst := range l.Blocks {
-		from, to := l.Match.ratio(g).sources(at(l.First, g), len(dst), at(l.Tokens, g))
-		has := uint64(at(s.First, g))
-		switch end := has + uint64(len(s.Blocks[g])); {
-		case from == to:
-			continue
-		case from < has:
-			return src, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer begins with block %d", from, to, g, has)
-		case to > end:
-			return src, fmt.Errorf("the load wants blocks %d to %d of group %d, the offer has %d", from, to, g, end)
-		}
-		src.First[g], src.Blocks[g] = uint32(from), s.Blocks[g][from-has:to-has]
-	}
-	return src, nil
 }
 
 func (m *Machine) overload(what string) error {

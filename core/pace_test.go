@@ -7,12 +7,13 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // paced is a machine of P that ends one offer a step.
 func paced(t *testing.T, opt core.Options) *core.Told {
 	t.Helper()
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 16}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 16}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -43,7 +44,7 @@ func TestResumeAfterPause(t *testing.T) {
 			claims(t, m, now, "many", core.TransferID(fmt.Sprint("c", i)))
 		}
 		m.Tell(now, core.Tick{})
-		two := core.Share{Of: 2}.Part("shares")
+		two := core.PartID("shares", kv.Share{Of: 2})
 		if first == "resume" {
 			claims(t, m, now, "few", two)
 		}

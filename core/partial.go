@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // PartialOffer is the engine's word that some blocks of a transfer are ready, while it
@@ -15,8 +16,8 @@ import (
 // tells its end; here that is no error.
 type PartialOffer struct {
 	ID     TransferID
-	First  []uint32    // per group, with its first blocks: as of Selection
-	Blocks [][]BlockID // per group: the blocks that follow those given before
+	First  []uint32       // per group, with its first blocks: as of Selection
+	Blocks [][]kv.BlockID // per group: the blocks that follow those given before
 	// Ready is, per group, how many blocks of the prompt, from its start, are ready.
 	Ready []uint32
 	// Regions in which they are ready, ascending; nil: all.
@@ -83,27 +84,27 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 	if max(len(r.Ready), len(r.Computing)) > groups || len(r.First) > groups {
 		return fmt.Errorf("ready has %d groups, computing %d and first_block %d, but %d groups are registered", len(r.Ready), len(r.Computing), len(r.First), groups)
 	}
-	if err := checkRegions(r.Regions, len(m.layout.Regions)); err != nil {
+	if err := m.layout.CheckRegions(r.Regions); err != nil {
 		return err
 	}
 	for g := range groups {
-		first, have := uint64(at(r.First, g)), 0
-		var held []BlockID
+		first, have := uint64(kv.At(r.First, g)), 0
+		var held []kv.BlockID
 		if of != nil && g < len(of.held.Blocks) && len(of.held.Blocks[g]) > 0 {
 			held = of.held.Blocks[g]
 			first, have = uint64(of.held.First[g]), len(held)
 		}
 		if g < len(r.Blocks) {
-			if err := m.layout.checkEntries(g, held, first+uint64(have), r.Blocks[g]); err != nil {
+			if err := m.layout.CheckEntries(g, held, first+uint64(have), r.Blocks[g]); err != nil {
 				return err
 			}
 			have += len(r.Blocks[g])
 		}
-		if n := uint64(max(at(r.Ready, g), at(r.Computing, g))); n > first+uint64(have) {
+		if n := uint64(max(kv.At(r.Ready, g), kv.At(r.Computing, g))); n > first+uint64(have) {
 			return fmt.Errorf("blocks up to %d of group %d are said to be ready or being computed, but block ids are given up to %d only", n, g, first+uint64(have))
 		}
-		if have > MaxBlocks {
-			return fmt.Errorf("%d blocks of group %d, at most %d are supported", have, g, MaxBlocks)
+		if have > kv.MaxBlocks {
+			return fmt.Errorf("%d blocks of group %d, at most %d are supported", have, g, kv.MaxBlocks)
 		}
 	}
 	return nil
@@ -127,7 +128,7 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 		if len(ids) == 0 {
 			continue
 		}
-		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || at(r.First, g) != of.held.First[g] {
+		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || kv.At(r.First, g) != of.held.First[g] {
 			return fmt.Errorf("its first %d blocks of group %d differ from the blocks that were offered before: withdraw the transfer first", len(ids), g)
 		}
 	}
@@ -135,14 +136,14 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 }
 
 // add puts the blocks of a partial offer to those that the engine has given before.
-func (of *offer) add(l *Layout, r *PartialOffer) {
+func (of *offer) add(l *kv.Layout, r *PartialOffer) {
 	if of.ready == nil {
 		of.ready = make([]uint32, len(l.Regions))
-		of.held = of.held.ofGroups(len(l.Groups))
+		of.held = of.held.OfGroups(len(l.Groups))
 	}
 	for g, ids := range r.Blocks {
 		if len(of.held.Blocks[g]) == 0 {
-			of.held.First[g] = at(r.First, g)
+			of.held.First[g] = kv.At(r.First, g)
 		}
 		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
 	}
@@ -150,9 +151,9 @@ func (of *offer) add(l *Layout, r *PartialOffer) {
 }
 
 // grow counts blocks as ready.
-func (of *offer) grow(l *Layout, g *growth) {
+func (of *offer) grow(l *kv.Layout, g *growth) {
 	more := func(region uint32) {
-		n := at(g.ready, int(l.Regions[region].Group))
+		n := kv.At(g.ready, int(l.Regions[region].Group))
 		if fault.On("partial-unready") {
 			n = of.held.First[0] + uint32(len(of.held.Blocks[0]))
 		}
@@ -181,7 +182,7 @@ func (m *Machine) extend(now time.Time, of *offer) {
 	if begin == nil && !slices.ContainsFunc(of.ready, func(n uint32) bool { return n > 0 }) || slices.Equal(begin, of.ready) {
 		return
 	}
-	if err := of.held.beginsFor(of.load); err != nil { // of a group whose first blocks have come just now, too
+	if err := of.held.BeginsFor(of.load.Match, &of.load.Selection); err != nil { // of a group whose first blocks have come just now, too
 		m.endOffer(now, of, ending{Refused, err.Error()}, true)
 		return
 	}
@@ -198,19 +199,9 @@ func (m *Machine) extend(now time.Time, of *offer) {
 		begin = make([]uint32, len(begin))
 	}
 	of.sent = slices.Clone(of.ready)
-	w := of.write(Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
+	w := of.write(kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
 	w.Begin, w.End, w.Extends = begin, of.sent, begin != nil
 	m.act(w)
-}
-
-// beginsFor says whether what has been given of a transfer begins where its load does.
-func (s *Selection) beginsFor(l *LoadMessage) error {
-	for g, ids := range l.Blocks {
-		if from, to := l.Match.ratio(g).sources(at(l.First, g), len(ids), at(l.Tokens, g)); len(s.Blocks[g]) > 0 && from < to && from < uint64(s.First[g]) {
-			return fmt.Errorf("the load wants blocks %d to %d of group %d, the offer begins with block %d", from, to, g, s.First[g])
-		}
-	}
-	return nil
 }
 
 // finishPartial gives the transport the rest of a write that has begun.

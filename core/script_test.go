@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
 
@@ -96,19 +97,19 @@ func (s *script) ids(c *coretest.Command, key string) (ids []core.TransferID) {
 }
 
 // blocks reads "0 1 2 | 7 8": a list per group.
-func (s *script) blocks(c *coretest.Command) (blocks [][]core.BlockID) {
+func (s *script) blocks(c *coretest.Command) (blocks [][]kv.BlockID) {
 	text := c.Value("blocks", "")
 	if text == "" {
 		return nil
 	}
 	for _, group := range strings.Split(text, "|") {
-		ids := []core.BlockID{}
+		ids := []kv.BlockID{}
 		for _, w := range strings.Fields(group) {
 			n, err := strconv.ParseUint(w, 10, 32)
 			if err != nil {
 				s.t.Fatalf("%s: %v", c.Pos, err)
 			}
-			ids = append(ids, core.BlockID(n))
+			ids = append(ids, kv.BlockID(n))
 		}
 		blocks = append(blocks, ids)
 	}
@@ -149,12 +150,12 @@ func numbers(s *script, c *coretest.Command, words []string) (out []uint32) {
 
 // match is of this machine's caches with those of a peer, whose blocks have size=
 // tokens.
-func (s *script) match(c *coretest.Command) *core.Match {
+func (s *script) match(c *coretest.Command) *kv.Match {
 	d := s.layout(c, s.list(c, "size"))
 	if c.Value("regions", "") == "" && c.Value("size", "") == "" {
 		return nil // alike
 	}
-	m, err := core.NewMatch(s.layouts[c.Word(0)].Shapes(), d.Shapes())
+	m, err := kv.NewMatch(s.layouts[c.Word(0)].Shapes(), d.Shapes())
 	if err != nil {
 		s.t.Fatalf("%s: %v", c.Pos, err)
 	}

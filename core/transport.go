@@ -7,6 +7,8 @@ import (
 	"maps"
 	"slices"
 	"time"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 // AgentID names one open agent: a random value made anew at each open, so that
@@ -110,7 +112,7 @@ type Transport interface {
 	// random, of this transfer only, and dead when the transfer has ended; from
 	// another peer's connections it is worth nothing. The outcome is one
 	// Sink.Received, unless Revoke comes first.
-	Expect(id TransferID, peer AgentID, dst []Segment) (grant []byte, err error)
+	Expect(id TransferID, peer AgentID, dst []kv.Segment) (grant []byte, err error)
 
 	// Revoke disarms a transfer of Expect. When it has returned nil, no byte of the transfer can
 	// land any more and Sink.Received will not be called for it, also when the peer is
@@ -150,23 +152,7 @@ type Transport interface {
 // Expect.
 type Cutter interface {
 	Transport
-	ExpectPlan(id TransferID, peer AgentID, dst Plan) (grant []byte, err error)
-}
-
-// Plan is where the bytes of a transfer lie, or some of them. It cuts them into pieces where
-// it is asked. So it takes no more memory for a million pieces than for one. It may be asked
-// from any goroutine. Of D's only the destination half counts.
-type Plan interface {
-	// Extents are the runs of bytes that the plan has, by position; their Bytes count.
-	Extents() []Extent
-
-	// Pairs appends the pieces from a position on that the plan has: as many as out has room
-	// for, to the end of the extent at most, and at least one. It may stop when they have
-	// limit bytes.
-	Pairs(out []Pair, position, limit uint64) []Pair
-
-	// Pieces is the most pieces that the plan may be cut into.
-	Pieces() int
+	ExpectPlan(id TransferID, peer AgentID, dst kv.Plan) (grant []byte, err error)
 }
 
 // Settler is a Transport that finds out after Connect whether bytes can move. Only it knows what
@@ -201,28 +187,20 @@ type Signal func(ctx context.Context, to AgentID, msg []byte) (answer []byte, er
 type WriteOp struct {
 	ID    TransferID
 	Peer  AgentID
-	Grant []byte // as the receiver's Expect returned it
-	Pairs []Pair // in the transfer's linear order; transports that trust no address use only the source half
+	Grant []byte    // as the receiver's Expect returned it
+	Pairs []kv.Pair // in the transfer's linear order; transports that trust no address use only the source half
 	// Bytes of the whole transfer, if more of it follows by Extend; 0: Pairs are all.
 	Bytes uint64
 	// At says where in the linear order Pairs lie; nil: from its begin on, without gaps.
-	At []Extent
+	At []kv.Extent
 	// Plan stands in place of Pairs and At; for a Cutter.
-	Plan Plan
-}
-
-// Extent is a run of pairs whose bytes follow each other in a transfer's linear
-// order.
-type Extent struct {
-	Position uint64 // of the first byte
-	Pairs    int
-	Bytes    uint64 // of a Plan's
+	Plan kv.Plan
 }
 
 // Extents is At, also where it was left out.
-func (op *WriteOp) Extents() []Extent {
+func (op *WriteOp) Extents() []kv.Extent {
 	if op.At == nil && len(op.Pairs) > 0 {
-		return []Extent{{Pairs: len(op.Pairs)}}
+		return []kv.Extent{{Pairs: len(op.Pairs)}}
 	}
 	return op.At
 }
@@ -238,18 +216,10 @@ func (op *WriteOp) Total() uint64 {
 // Given is the number of bytes of Pairs, or of Plan.
 func (op *WriteOp) Given() (n uint64) {
 	if op.Plan != nil {
-		return PlanBytes(op.Plan)
+		return kv.PlanBytes(op.Plan)
 	}
 	for i := range op.Pairs {
 		n += op.Pairs[i].Length
-	}
-	return n
-}
-
-// PlanBytes is the number of bytes that a plan has.
-func PlanBytes(p Plan) (n uint64) {
-	for _, e := range p.Extents() {
-		n += e.Bytes
 	}
 	return n
 }

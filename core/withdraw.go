@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func (m *Machine) stepWithdraw(now time.Time, id TransferID) error {
@@ -20,7 +21,7 @@ func (m *Machine) stepWithdraw(now time.Time, id TransferID) error {
 		if !of.offered.IsZero() {
 			return fmt.Errorf("%w: transfer %q is offered already, and an offer cannot be withdrawn: cancel the transfer; its blocks are free when its report has come", ErrInvalid, string(id))
 		}
-		of.held, of.ready, of.sent = Selection{}, nil, nil
+		of.held, of.ready, of.sent = kv.Selection{}, nil, nil
 		if !fault.On("withdrawn-grow") {
 			m.awaitNothing(of)
 		}

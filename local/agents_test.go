@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -30,8 +31,8 @@ type agent struct {
 }
 
 // twoRegions are those of an agent whose memory begins there.
-func twoRegions(base uint64) (*core.Layout, error) {
-	return core.NewLayout([]core.Region{
+func twoRegions(base uint64) (*kv.Layout, error) {
+	return kv.NewLayout([]kv.Region{
 		{Name: "k", Base: base, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: blocks},
 		{Name: "v", Base: base + blocks*blockBytes, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: blocks},
 	})
@@ -105,12 +106,12 @@ func (a *agent) await(kind string, id core.TransferID) coretest.Outcome {
 }
 
 // all are the segments and pairs of both regions, in an order in which no two are adjacent.
-func (a *agent) all() (into []core.Segment, pairs []core.Pair) {
+func (a *agent) all() (into []kv.Segment, pairs []kv.Pair) {
 	for r := range uint32(2) {
 		for b := range uint64(blocks) {
 			at := (b*7 + 3) % blocks * blockBytes
-			into = append(into, core.Segment{Region: r, Offset: b * blockBytes, Length: blockBytes})
-			pairs = append(pairs, core.Pair{SrcRegion: r, DstRegion: r, SrcOffset: at, DstOffset: b * blockBytes, Length: blockBytes})
+			into = append(into, kv.Segment{Region: r, Offset: b * blockBytes, Length: blockBytes})
+			pairs = append(pairs, kv.Pair{SrcRegion: r, DstRegion: r, SrcOffset: at, DstOffset: b * blockBytes, Length: blockBytes})
 		}
 	}
 	return into, pairs

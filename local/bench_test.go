@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/tcp"
 )
 
@@ -118,7 +119,7 @@ type benchPeer struct {
 	ways  map[string]core.Transport
 	sink  *benchSink
 	n     int
-	dst   []core.Segment
+	dst   []kv.Segment
 	came  time.Time
 }
 
@@ -136,8 +137,8 @@ func benchMap(fd int) []byte {
 	return mem
 }
 
-func benchLayout(mem []byte, block uint64) *core.Layout {
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: block, BlockBytes: block, NumBlocks: uint32(benchMemory / block)}})
+func benchLayout(mem []byte, block uint64) *kv.Layout {
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: block, BlockBytes: block, NumBlocks: uint32(benchMemory / block)}})
 	if err != nil {
 		panic(err)
 	}
@@ -145,7 +146,7 @@ func benchLayout(mem []byte, block uint64) *core.Layout {
 }
 
 // benchWays has P list its memory for the ways by a mapping, if it has a file.
-func benchWays(l *core.Layout, sink core.Sink, file *os.File) map[string]core.Transport {
+func benchWays(l *kv.Layout, sink core.Sink, file *os.File) map[string]core.Transport {
 	all := map[string]core.Transport{}
 	for _, name := range benchNames[:4] {
 		tr, err := New(Config{Listen: true, Workers: int(name[len(name)-1] - '0')}, l, sink)
@@ -220,7 +221,7 @@ func startBench(b *testing.B, block uint64) *benchPeer {
 func (p *benchPeer) scatter(src, dst []uint64) {
 	p.dst = p.dst[:0]
 	for i := range dst {
-		p.dst = append(p.dst, core.Segment{Offset: dst[i] * p.block, Length: p.block})
+		p.dst = append(p.dst, kv.Segment{Offset: dst[i] * p.block, Length: p.block})
 	}
 	fmt.Fprintln(p.say, "scatter", len(src))
 	for _, s := range src {
@@ -297,7 +298,7 @@ func serveBench() {
 		ticket, _ := ways[name].Admit("d")
 		fmt.Printf("%s\n%x\n", ways[name].Endpoint(), ticket)
 	}
-	var pairs []core.Pair
+	var pairs []kv.Pair
 	var last int64
 	in := bufio.NewReader(os.Stdin)
 	for {
@@ -310,7 +311,7 @@ func serveBench() {
 		case "scatter":
 			var n int
 			fmt.Sscan(f[1], &n)
-			pairs = make([]core.Pair, n)
+			pairs = make([]kv.Pair, n)
 			for i := range pairs {
 				s, _ := in.ReadString('\n')
 				fmt.Sscan(s, &pairs[i].SrcOffset)

@@ -7,18 +7,19 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
 
 func opener(cfg Config) coretest.RemoteOpener {
 	cfg.Listen = true
-	return func(_ core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
+	return func(_ core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
 		return New(cfg, l, sink)
 	}
 }
 
 func fixture(open coretest.RemoteOpener) coretest.Fixture {
-	return coretest.Fixture{Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport {
+	return coretest.Fixture{Open: func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) core.Transport {
 		tr, err := open(id, l, sink, signal)
 		if err != nil {
 			t.Fatal(err)

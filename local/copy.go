@@ -10,6 +10,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/hostmem"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // maxVector is how many runs one copy has at most on either side, so that a copy is short also when
@@ -41,7 +42,7 @@ type copier struct {
 	passed     [1]byte // a gate's byte is copied here
 	found      uint64  // and its word, after the blocks
 	into, from []iovec
-	pairs      []core.Pair // room for those of plans
+	pairs      []kv.Pair // room for those of plans
 }
 
 // copier takes one that nobody uses. It must be given back.
@@ -49,7 +50,7 @@ func (r *receiver) copier() *copier {
 	if c, ok := r.copiers.Get().(*copier); ok {
 		return c
 	}
-	return &copier{t: r.t, into: make([]iovec, 0, maxVector), from: make([]iovec, 0, maxVector+2), pairs: make([]core.Pair, 0, maxVector)}
+	return &copier{t: r.t, into: make([]iovec, 0, maxVector), from: make([]iovec, 0, maxVector+2), pairs: make([]kv.Pair, 0, maxVector)}
 }
 
 // work copies until there is nothing to copy.
@@ -363,7 +364,7 @@ func (r *receiver) broken(in *inbound, err error) {
 		src.leave(err)
 		return
 	case errors.As(err, &far):
-		at, _ := in.into.cut(make([]iovec, 0, 1), far.position, 1, make([]core.Pair, 0, 1)) // P's region has the name of the one that it goes to
+		at, _ := in.into.cut(make([]iovec, 0, 1), far.position, 1, make([]kv.Pair, 0, 1)) // P's region has the name of the one that it goes to
 		err = fmt.Errorf("local: region %q of prefill agent %s cannot be read: %w; its memory is not mapped any more?", regionAt(r.t.layout, uint64(at[0].base)), src.id, err)
 		r.fail(in, err)
 		src.link.say((&ending{cause: overUnreadable, address: far.address}).bytes(in.grant))

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
@@ -39,8 +40,8 @@ func startGPU(t *testing.T, id core.AgentID, device int, cfg Config, o cuda.Opti
 	return a
 }
 
-func (a *onGPU) layout() (*core.Layout, error) {
-	return core.NewLayout([]core.Region{{Name: "cache of " + string(a.id), Base: uint64(a.at), BlockStride: deviceBytes / 4, BlockBytes: deviceBytes / 4, NumBlocks: 4, Memory: core.DeviceMemory(0)}})
+func (a *onGPU) layout() (*kv.Layout, error) {
+	return kv.NewLayout([]kv.Region{{Name: "cache of " + string(a.id), Base: uint64(a.at), BlockStride: deviceBytes / 4, BlockBytes: deviceBytes / 4, NumBlocks: 4, Memory: kv.DeviceMemory(0)}})
 }
 
 func (a *onGPU) open(cfg Config, o cuda.Options) error {
@@ -110,11 +111,11 @@ func (p *onGPU) meets(d *onGPU) {
 func (p *onGPU) loads(id core.TransferID, d *onGPU, pattern uint64) {
 	p.t.Helper()
 	p.Fill(p.at, deviceBytes, pattern)
-	grant, err := d.tr.Expect(id, p.id, []core.Segment{{Length: deviceBytes}})
+	grant, err := d.tr.Expect(id, p.id, []kv.Segment{{Length: deviceBytes}})
 	if err != nil {
 		p.t.Fatal(err)
 	}
-	p.tr.Write(core.WriteOp{ID: id, Peer: d.id, Grant: grant, Pairs: []core.Pair{{Length: deviceBytes}}})
+	p.tr.Write(core.WriteOp{ID: id, Peer: d.id, Grant: grant, Pairs: []kv.Pair{{Length: deviceBytes}}})
 }
 
 // goes wants a transfer to go well.

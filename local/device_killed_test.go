@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -56,7 +57,7 @@ func doomed() {
 	fmt.Printf("%s\n%x\n", tr.Endpoint(), ticket)
 	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
 		grant, _ := hex.DecodeString(in.Text())
-		tr.Write(core.WriteOp{ID: core.TransferID(in.Text()), Peer: "d", Grant: grant, Pairs: []core.Pair{{Length: deviceBytes}}})
+		tr.Write(core.WriteOp{ID: core.TransferID(in.Text()), Peer: "d", Grant: grant, Pairs: []kv.Pair{{Length: deviceBytes}}})
 	}
 	os.Exit(0)
 }
@@ -118,7 +119,7 @@ func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying boo
 	}
 	begin := func(p *child, id core.TransferID) {
 		t.Helper()
-		grant, err := d.tr.Expect(id, "p", []core.Segment{{Length: deviceBytes}})
+		grant, err := d.tr.Expect(id, "p", []kv.Segment{{Length: deviceBytes}})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // TestDeviceRefused: what cannot be opened has the pair take another transport, with region, device and remedy.
@@ -68,7 +69,7 @@ func TestUnwritableStaged(t *testing.T) {
 	}
 	defer func() { _ = unix.Munmap(mem) }()
 	at := uint64(uintptr(unsafe.Pointer(&mem[0])))
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: at, BlockStride: 1 << 16, BlockBytes: 1 << 16, NumBlocks: 1}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: at, BlockStride: 1 << 16, BlockBytes: 1 << 16, NumBlocks: 1}})
 	if err != nil {
 		t.Fatal(err)
 	}

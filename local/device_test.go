@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -45,7 +46,7 @@ func (d *devices) All() []*cuda.Device  { return d.list }
 
 // openDevices registers the regions that lie in device memory. An agent that has none gets a device all the
 // same, if it wants one.
-func openDevices(l *core.Layout, spare bool, o cuda.Options) (*devices, error) {
+func openDevices(l *kv.Layout, spare bool, o cuda.Options) (*devices, error) {
 	d := &devices{}
 	var ordinals []int
 	open := func(ordinal int) (int, error) {
@@ -62,7 +63,7 @@ func openDevices(l *core.Layout, spare bool, o cuda.Options) (*devices, error) {
 	for i := range l.Regions {
 		r := &l.Regions[i]
 		d.on = append(d.on, -1)
-		if r.Memory == core.HostMemory {
+		if r.Memory == kv.HostMemory {
 			continue
 		}
 		at, err := cuda.Locate(uintptr(r.Base), r.Extent())
@@ -105,10 +106,10 @@ func (o onDevices) Close() error { return errors.Join(o.Transport.Close(), o.dev
 // openOnDevice opens transports of which some regions lie in device memory, with a small ring.
 func openOnDevice(cfg Config, holds func(agent core.AgentID, region int) bool) coretest.RemoteOpener {
 	cfg.Listen = true
-	return func(id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
+	return func(id core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
 		for i := range l.Regions {
 			if holds == nil || holds(id, i) {
-				l.Regions[i].Memory = core.DeviceMemory(0)
+				l.Regions[i].Memory = kv.DeviceMemory(0)
 			}
 		}
 		d, err := openDevices(l, true, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})

@@ -4,8 +4,8 @@ import (
 	"cmp"
 	"slices"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Devices are the GPUs on which regions of a layout lie.
@@ -27,7 +27,7 @@ type placed struct {
 	device   int
 }
 
-func placesOf(d Devices, l *core.Layout) (p places) {
+func placesOf(d Devices, l *kv.Layout) (p places) {
 	if d == nil {
 		return p
 	}

@@ -11,7 +11,7 @@
 // the same socket.
 //
 // D pulls. P says which of its memory a transfer is in (frame.go), and D's own plan says where
-// the bytes go (core/plan.go). P trusts no address, since it writes nothing; D uses P's addresses
+// the bytes go (kv/plan.go). P trusts no address, since it writes nothing; D uses P's addresses
 // for no process but P's. D reports a transfer only if P had kept its blocks when D had read them.
 // Each write has a gate for that: a page of P's that D reads behind each batch of blocks (gate.go). If P stops the write, it
 // closes the gate. Then D finds behind a batch that it came too late, also when D's process was stopped just before. P waits for

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func TestEndpoints(t *testing.T) {
@@ -49,7 +50,7 @@ func TestElsewhere(t *testing.T) {
 }
 
 func TestDeviceMemoryIsRefused(t *testing.T) {
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 1 << 20, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 2, Memory: core.DeviceMemory(0)}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 1 << 20, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 2, Memory: kv.DeviceMemory(0)}})
 	if err != nil {
 		t.Fatal(err)
 	}

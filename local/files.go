@@ -3,15 +3,15 @@ package local
 import (
 	"sync"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // fileSpace is the space of all memory files of a P.
 const fileSpace = 1
 
 // files are the memories under a layout's regions that kvconn has allocated. They stay until release.
-func files(l *core.Layout) (list []memory, release func(), err error) {
+func files(l *kv.Layout) (list []memory, release func(), err error) {
 	var held []*shmem.Memory
 	release = sync.OnceFunc(func() {
 		for _, m := range held {
@@ -21,7 +21,7 @@ func files(l *core.Layout) (list []memory, release func(), err error) {
 	seen := map[*shmem.Memory]bool{}
 	for i := range l.Regions {
 		r := &l.Regions[i]
-		if r.Memory != core.HostMemory {
+		if r.Memory != kv.HostMemory {
 			continue
 		}
 		some, err := shmem.Hold(r.Base, r.Extent())

@@ -12,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -59,11 +60,11 @@ func hanging(t *testing.T, cfg Config, mapped bool) (p, q, d *agent, k *hangs) {
 // small writes one block, which the reader of the link copies itself.
 func (d *agent) small(id core.TransferID, p *agent) {
 	d.t.Helper()
-	grant, err := d.tr.Expect(id, p.id, []core.Segment{{Length: blockBytes}})
+	grant, err := d.tr.Expect(id, p.id, []kv.Segment{{Length: blockBytes}})
 	if err != nil {
 		d.t.Fatal(err)
 	}
-	p.tr.Write(core.WriteOp{ID: id, Peer: d.id, Grant: grant, Pairs: []core.Pair{{Length: blockBytes}}})
+	p.tr.Write(core.WriteOp{ID: id, Peer: d.id, Grant: grant, Pairs: []kv.Pair{{Length: blockBytes}}})
 }
 
 // TestHungCopy: the kernel ends no copy out of P's memory. The pair parts, and everything of others goes on. Revoke waits, since the copy may land,

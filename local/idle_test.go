@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // idleEnv tells a test binary that it is a process of TestIdle or BenchmarkIdle, with so many links: the prefill agent ("p 256"), or the decode agent.
@@ -100,7 +101,7 @@ func idling() {
 				}
 			}
 		case "expect": // all blocks of the first peer
-			grant, err := tr.Expect("t", "p0", []core.Segment{{Region: 0, Length: whole / 2}, {Region: 1, Length: whole / 2}})
+			grant, err := tr.Expect("t", "p0", []kv.Segment{{Region: 0, Length: whole / 2}, {Region: 1, Length: whole / 2}})
 			if err != nil {
 				panic(err)
 			}
@@ -108,7 +109,7 @@ func idling() {
 		case "write":
 			var grant []byte
 			fmt.Sscanf(f[1], "%x", &grant)
-			tr.Write(core.WriteOp{ID: "t", Peer: "d0", Grant: grant, Pairs: []core.Pair{{Length: whole}}})
+			tr.Write(core.WriteOp{ID: "t", Peer: "d0", Grant: grant, Pairs: []kv.Pair{{Length: whole}}})
 		case "ended":
 			if err := <-sink.came; err != nil {
 				panic(err)

@@ -11,9 +11,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/callprobe"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // iovec is the kernel's struct iovec. The memory belongs to the host process or to a peer, not
@@ -129,7 +129,7 @@ func (t *Transport) readable() error {
 	}
 	for i := range t.layout.Regions {
 		r := &t.layout.Regions[i]
-		if r.Memory != core.HostMemory {
+		if r.Memory != kv.HostMemory {
 			continue
 		}
 		for _, at := range []uint64{r.Base, r.Base + r.Extent() - 1} {

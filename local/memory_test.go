@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
 
@@ -155,7 +156,7 @@ func TestDriversMemory(t *testing.T) {
 	if base == 0 {
 		t.Fatal("there is no page of clocks")
 	}
-	l, err := core.NewLayout([]core.Region{
+	l, err := kv.NewLayout([]kv.Region{
 		{Name: "clocks", Base: base, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 1},
 	})
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -38,7 +39,7 @@ func withOrphan() {
 	if err != nil {
 		panic(err)
 	}
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: 4096, BlockBytes: 4096, NumBlocks: 256}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: 4096, BlockBytes: 4096, NumBlocks: 256}})
 	if err != nil {
 		panic(err)
 	}

@@ -11,6 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -236,7 +237,7 @@ func TestClosedGate(t *testing.T) {
 	moves(t, "before", p, d)
 	grant := d.expect("t", "p")
 	into, pairs := d.all()
-	p.tr.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: pairs[:1], At: []core.Extent{{Pairs: 1}}, Bytes: whole})
+	p.tr.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: pairs[:1], At: []kv.Extent{{Pairs: 1}}, Bytes: whole})
 	d.copied("t", blockBytes)
 	p.tr.sender.mu.Lock()
 	out := p.tr.sender.byID["t"]
@@ -246,7 +247,7 @@ func TestClosedGate(t *testing.T) {
 	for i := range p.mem {
 		p.mem[i] = ^p.mem[i]
 	}
-	p.tr.Extend(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: pairs[1:], At: []core.Extent{{Position: blockBytes, Pairs: len(pairs) - 1}}, Bytes: whole})
+	p.tr.Extend(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: pairs[1:], At: []kv.Extent{{Position: blockBytes, Pairs: len(pairs) - 1}}, Bytes: whole})
 	d.over("t")
 	if string(before) != string(d.mem) {
 		t.Error("bytes came through a closed gate")
@@ -307,7 +308,7 @@ func TestBadDecode(t *testing.T) {
 			conn := p.poses("d")
 			grant := newRandom()
 			_, pairs := p.all()
-			p.tr.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: pairs[:1], Bytes: whole, At: []core.Extent{{Pairs: 1}}})
+			p.tr.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: pairs[:1], Bytes: whole, At: []kv.Extent{{Pairs: 1}}})
 			c.does(conn, grant)
 			wants(t, p.sink.Wait("written", "t", 1).Err, c.says, core.ErrConnectionLost.Error())
 			p.down(c.says)

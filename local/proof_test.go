@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -32,7 +33,7 @@ func TestTakenUnasked(t *testing.T) {
 	grant, part := newRandom(), newRandom()
 	p.write("t", "d", grant[:])
 	_, pairs := p.all()
-	p.tr.Write(core.WriteOp{ID: "part", Peer: "d", Grant: part[:], Pairs: pairs[:1], Bytes: whole, At: []core.Extent{{Pairs: 1}}})
+	p.tr.Write(core.WriteOp{ID: "part", Peer: "d", Grant: part[:], Pairs: pairs[:1], Bytes: whole, At: []kv.Extent{{Pairs: 1}}})
 	frames(t, c, frameRuns)
 	frames(t, c, frameRuns)
 	p.asks("t")

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // reach is D's way to one space of a P's memories. It belongs to one link.
@@ -186,10 +187,10 @@ func (s *sender) offerMemories(ol *outLink, process bool) error {
 }
 
 // lacks is a region that a D does not reach which has opened these memories.
-func (all spaces) lacks(l *core.Layout, process bool) *core.Region {
+func (all spaces) lacks(l *kv.Layout, process bool) *kv.Region {
 	for i := range l.Regions {
 		r := &l.Regions[i]
-		if r.Memory == core.HostMemory && process {
+		if r.Memory == kv.HostMemory && process {
 			continue
 		}
 		for at := r.Base; at < r.Base+r.Extent(); {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/callfilter"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -223,7 +224,7 @@ func underFilter() {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
 		fail(err)
 	}
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: 4096, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 1}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 4096, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 1}})
 	if err != nil {
 		fail(err)
 	}

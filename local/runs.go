@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // run is a contiguous piece of a process's memory.
@@ -15,13 +16,13 @@ type landing struct {
 	runs   []run
 	ends   []uint64 // ends[i]: the position after runs[i]
 	total  uint64
-	plan   core.Plan // in place of runs
-	layout *core.Layout
+	plan   kv.Plan // in place of runs
+	layout *kv.Layout
 }
 
 // planned is the landing of a plan.
-func planned(l *core.Layout, p core.Plan) landing {
-	return landing{plan: p, layout: l, total: core.PlanBytes(p)}
+func planned(l *kv.Layout, p kv.Plan) landing {
+	return landing{plan: p, layout: l, total: kv.PlanBytes(p)}
 }
 
 // pieces is the most runs that there may be.
@@ -32,7 +33,7 @@ func (d *landing) pieces() int {
 	return len(d.runs)
 }
 
-func landingOf(l *core.Layout, segments []core.Segment) landing {
+func landingOf(l *kv.Layout, segments []kv.Segment) landing {
 	d := landing{runs: make([]run, len(segments)), ends: make([]uint64, len(segments))}
 	for i, s := range segments {
 		d.runs[i] = run{l.Regions[s.Region].Base + s.Offset, s.Length}
@@ -44,7 +45,7 @@ func landingOf(l *core.Layout, segments []core.Segment) landing {
 
 // cut puts n bytes from a position on into v, as far as v has room, and says how many they are. The
 // room for pairs is for a plan's.
-func (d *landing) cut(v []iovec, position, n uint64, room []core.Pair) (_ []iovec, got uint64) {
+func (d *landing) cut(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec, got uint64) {
 	if d.plan != nil {
 		return d.cutPlan(v, position, n, room)
 	}
@@ -68,7 +69,7 @@ func (d *landing) cut(v []iovec, position, n uint64, room []core.Pair) (_ []iove
 	return v, got
 }
 
-func (d *landing) cutPlan(v []iovec, position, n uint64, room []core.Pair) (_ []iovec, got uint64) {
+func (d *landing) cutPlan(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec, got uint64) {
 	for got < n && len(v) < cap(v) {
 		list := d.plan.Pairs(room[:0:min(cap(room), cap(v)-len(v))], position+got, n-got)
 		for i := range list {
@@ -103,7 +104,7 @@ func (p *piece) bytes() (n uint64) {
 
 // piecesOf is the sender's half of a plan. What is adjacent in memory and in the linear order is
 // one run, though it may not be adjacent at the receiver.
-func piecesOf(l *core.Layout, op *core.WriteOp) (pieces []piece, runs int) {
+func piecesOf(l *kv.Layout, op *core.WriteOp) (pieces []piece, runs int) {
 	pairs, end := op.Pairs, uint64(0)
 	for _, e := range op.Extents() {
 		if e.Pairs == 0 {
@@ -134,11 +135,11 @@ func piecesOf(l *core.Layout, op *core.WriteOp) (pieces []piece, runs int) {
 // stretch is a part of a plan that is cut into pieces when they are said.
 type stretch struct {
 	position, end uint64
-	plan          core.Plan
+	plan          kv.Plan
 }
 
 // stretchesOf is the sender's half of a plan that is not a list.
-func stretchesOf(p core.Plan) (list []stretch) {
+func stretchesOf(p kv.Plan) (list []stretch) {
 	for _, e := range p.Extents() {
 		if e.Bytes > 0 {
 			list = append(list, stretch{e.Position, e.Position + e.Bytes, p})
@@ -148,7 +149,7 @@ func stretchesOf(p core.Plan) (list []stretch) {
 }
 
 // cut takes at most so many runs of a stretch.
-func (w *stretch) cut(l *core.Layout, most int, room []core.Pair) (p piece) {
+func (w *stretch) cut(l *kv.Layout, most int, room []kv.Pair) (p piece) {
 	p = piece{position: w.position, runs: make([]run, 0, most)}
 	for len(p.runs) < most && w.position < w.end {
 		list := w.plan.Pairs(room[:0:min(cap(room), most-len(p.runs))], w.position, w.end-w.position)
@@ -166,7 +167,7 @@ func (w *stretch) cut(l *core.Layout, most int, room []core.Pair) (p piece) {
 }
 
 // regionAt names the region of a layout that an address lies in, for an error.
-func regionAt(l *core.Layout, address uint64) (name string) {
+func regionAt(l *kv.Layout, address uint64) (name string) {
 	for i := range l.Regions {
 		if r := &l.Regions[i]; address >= r.Base && address-r.Base < r.Extent() {
 			name = cmp.Or(name, r.Name)

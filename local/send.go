@@ -16,6 +16,7 @@ import (
 	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/sleep"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // sender is P's half: the admitted D agents, and the transfers that they copy. Its lock is taken
@@ -27,7 +28,7 @@ type sender struct {
 	byName    map[random]*taker // the same, by the names of their tickets
 	byID      map[core.TransferID]*outbound
 	links     int
-	pairs     []core.Pair // room for those of plans
+	pairs     []kv.Pair // room for those of plans
 	strangers strangers
 	lines     ratelog.Limit
 	closed    bool

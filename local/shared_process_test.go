@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -31,7 +32,7 @@ func sharing() {
 		panic(err)
 	}
 	fillPattern(m.Bytes())
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: m.Base(), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: 2 * blocks}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: m.Base(), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: 2 * blocks}})
 	if err != nil {
 		panic(err)
 	}
@@ -46,7 +47,7 @@ func sharing() {
 	fmt.Printf("%s\n%x\n", tr.Endpoint(), ticket)
 	for in := bufio.NewScanner(os.Stdin); in.Scan(); {
 		grant, _ := hex.DecodeString(in.Text())
-		tr.Write(core.WriteOp{ID: core.TransferID(in.Text()), Peer: "d", Grant: grant, Pairs: []core.Pair{{Length: whole}}})
+		tr.Write(core.WriteOp{ID: core.TransferID(in.Text()), Peer: "d", Grant: grant, Pairs: []kv.Pair{{Length: whole}}})
 	}
 	os.Exit(0)
 }
@@ -90,7 +91,7 @@ func TestSharingKilled(t *testing.T) {
 		t.Errorf("%v is open", list)
 	}
 	expect := func(id core.TransferID) string {
-		grant, err := d.tr.Expect(id, "p", []core.Segment{{Region: 0, Length: whole / 2}, {Region: 1, Length: whole / 2}})
+		grant, err := d.tr.Expect(id, "p", []kv.Segment{{Region: 0, Length: whole / 2}, {Region: 1, Length: whole / 2}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -168,7 +169,7 @@ func TestFreed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: m.Base(), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: 2 * blocks}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: m.Base(), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: 2 * blocks}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Config of a Transport; zero values get the defaults.
@@ -78,7 +79,7 @@ func (c Config) withDefaults() Config {
 // Transport is the local core.Transport of one agent.
 type Transport struct {
 	cfg    Config
-	layout *core.Layout
+	layout *kv.Layout
 	sink   core.Sink
 	kernel kernel
 	here   place
@@ -112,13 +113,13 @@ var errClosed = fmt.Errorf("local %w", core.ErrTransportClosed)
 
 // New opens a Transport over the registered memory of layout. Outcomes go to sink until Close
 // returns.
-func New(cfg Config, layout *core.Layout, sink core.Sink) (*Transport, error) {
+func New(cfg Config, layout *kv.Layout, sink core.Sink) (*Transport, error) {
 	return open(cfg, layout, sink, linux{})
 }
 
-func open(cfg Config, layout *core.Layout, sink core.Sink, k kernel) (*Transport, error) {
+func open(cfg Config, layout *kv.Layout, sink core.Sink, k kernel) (*Transport, error) {
 	for i := range layout.Regions {
-		if r := &layout.Regions[i]; r.Memory != core.HostMemory && cfg.Devices == nil {
+		if r := &layout.Regions[i]; r.Memory != kv.HostMemory && cfg.Devices == nil {
 			return nil, fmt.Errorf("local: %v lies in device memory, and no devices were given: take rdma or tcp", r)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // outbound is one transfer that D copies. Its fields are guarded by sender.mu.
@@ -118,7 +119,7 @@ func (t *Transport) Extend(op core.WriteOp) {
 }
 
 // give takes more of a write.
-func (out *outbound) give(l *core.Layout, op *core.WriteOp) error {
+func (out *outbound) give(l *kv.Layout, op *core.WriteOp) error {
 	if op.Plan != nil {
 		list := stretchesOf(op.Plan)
 		for _, w := range list {
@@ -289,7 +290,7 @@ func (s *sender) speak(ol *outLink, b []byte) []byte {
 func (s *sender) cut(ol *outLink, out *outbound, most int) (p piece) {
 	if len(out.todo) == 0 {
 		if s.pairs == nil {
-			s.pairs = make([]core.Pair, 0, maxRuns)
+			s.pairs = make([]kv.Pair, 0, maxRuns)
 		}
 		w := &out.stretches[0]
 		out.todo = append(out.todo, w.cut(s.t.layout, most, s.pairs))

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -33,7 +34,7 @@ func underYama() {
 		panic(err)
 	}
 	address := uint64(uintptr(unsafe.Pointer(&mem[0])))
-	l, err := core.NewLayout([]core.Region{{Name: "k", Base: address, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 1}})
+	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: address, BlockStride: 4096, BlockBytes: 4096, NumBlocks: 1}})
 	if err != nil {
 		panic(err)
 	}

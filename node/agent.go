@@ -17,6 +17,7 @@ import (
 	"github.com/kvconn/kvconn/internal/giveback"
 	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -170,11 +171,11 @@ func (a *Agent) BootstrapAddress() string {
 // must stay mapped until Close has returned. A prefill agent is in the registry when
 // the call returns; it waits for that at most connect_timeout_s, or join_timeout_s
 // with bootstrap_join. An agent of role bootstrap has no caches.
-func (a *Agent) RegisterKVCaches(regions []core.Region) error {
+func (a *Agent) RegisterKVCaches(regions []kv.Region) error {
 	if a.cfg.Role == RoleBootstrap {
 		return fmt.Errorf("%w: register_kv_caches on an agent of role %q: the ranks that join it register theirs", core.ErrInvalid, a.cfg.Role)
 	}
-	layout, err := core.NewLayout(regions)
+	layout, err := kv.NewLayout(regions)
 	if err != nil {
 		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
 	}
@@ -227,7 +228,7 @@ func (a *Agent) RegisterKVCaches(regions []core.Region) error {
 }
 
 // checkMemory refuses memory that this agent could not read, or not write if it loads.
-func (a *Agent) checkMemory(regions []core.Region) error {
+func (a *Agent) checkMemory(regions []kv.Region) error {
 	err := hostmem.Check(regions, a.cfg.decodes())
 	var unknown *hostmem.UnknownError
 	if errors.As(err, &unknown) { // a transfer will tell
@@ -255,7 +256,7 @@ func (a *Agent) newTransports(devs *devices.Devices) *transports {
 }
 
 // use makes the machine for the memory of a layout, and the parts that work for it.
-func (a *Agent) use(layout *core.Layout, t *transports) error {
+func (a *Agent) use(layout *kv.Layout, t *transports) error {
 	c := &caches{self: describe(&a.cfg, a.id, layout, t.endpoints(), t.lacks), transports: t}
 	say := &speaker{log: a.log, ask: a.ask, peers: a.peers, halves: a.halves}
 	c.queue = newPeerQueue(say, func(id core.TransferID) {

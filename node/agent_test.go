@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
 )
@@ -28,7 +29,7 @@ func TestTransferInEachOrder(t *testing.T) { byEach(t, eachOrder) }
 
 func eachOrder(t *testing.T, transport, by string) {
 	p, d := open(t, forced(RolePrefill, transport)), open(t, forced(RoleDecode, transport))
-	src, dst := []core.BlockID{5, 6, 7, 1, 30}, []core.BlockID{0, 9, 10, 11, 31}
+	src, dst := []kv.BlockID{5, 6, 7, 1, 30}, []kv.BlockID{0, 9, 10, 11, 31}
 	orders := map[string]func(id core.TransferID){
 		"prefill first": func(id core.TransferID) { p.offer(id, src...); d.load(id, p.BootstrapAddress(), dst...) },
 		"decode first":  func(id core.TransferID) { d.load(id, p.BootstrapAddress(), dst...); p.knows(1); p.offer(id, src...) },
@@ -115,9 +116,9 @@ func TestThousandsOfLoadsAtOnce(t *testing.T) {
 	var loads []core.LoadRequest
 	var offers []core.OfferRequest
 	for i := range 2500 {
-		id, ids := core.TransferID(fmt.Sprint("t", i)), [][]core.BlockID{{core.BlockID(i % numBlocks)}}
-		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: ids}})
-		offers = append(offers, core.OfferRequest{ID: id, Selection: core.Selection{Blocks: ids}})
+		id, ids := core.TransferID(fmt.Sprint("t", i)), [][]kv.BlockID{{kv.BlockID(i % numBlocks)}}
+		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: kv.Selection{Blocks: ids}})
+		offers = append(offers, core.OfferRequest{ID: id, Selection: kv.Selection{Blocks: ids}})
 	}
 	n, err := d.StartLoad(loads)
 	if n != 2000 || err == nil || !strings.Contains(err.Error(), "max_transfers") {
@@ -150,7 +151,7 @@ func TestBurstFromManyDecoders(t *testing.T) {
 	for n, d := range ds {
 		var loads []core.LoadRequest
 		for i := range each {
-			loads = append(loads, core.LoadRequest{ID: id(n, i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}})
+			loads = append(loads, core.LoadRequest{ID: id(n, i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{kv.BlockID(i % numBlocks)}}}})
 		}
 		if _, err := d.StartLoad(loads); err != nil {
 			t.Fatal(err)
@@ -158,7 +159,7 @@ func TestBurstFromManyDecoders(t *testing.T) {
 	}
 	for n := range ds {
 		for i := range each {
-			p.offer(id(n, i), core.BlockID(i%numBlocks))
+			p.offer(id(n, i), kv.BlockID(i%numBlocks))
 		}
 	}
 	for n, d := range ds {
@@ -179,7 +180,7 @@ func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
 	d.load("t", p.BootstrapAddress(), 8, 9)
 	d.want("t", core.OK)
 	p.want("t", core.OK)
-	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{8, 9})
+	same(t, p, []kv.BlockID{1, 2}, d, []kv.BlockID{8, 9})
 }
 
 // TestBootstrapPortSpeaksToRouters: one port serves /query and the control plane.

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -183,14 +184,14 @@ func TestRefusedAddressSeesNothing(t *testing.T) {
 	for i, from := range []string{"http://127.0.0.1:" + port, "http://localhost:" + port, "https://LOCALHOST:" + port, "http://[::ffff:127.0.0.1]:" + port,
 		"http://0177.1:" + port, "http://2130706433:" + port} {
 		id := core.TransferID("refused-" + from)
-		d.load(id, from, core.BlockID(i))
+		d.load(id, from, kv.BlockID(i))
 		d.want(id, core.Refused, "bootstrap_allow")
 	}
 	// As before with nothing but classes, and a name.
 	d2 := open(t, testConfig(RoleDecode))
 	for i, from := range []string{"http://169.254.169.254:80", "http://[fe80::1%25lo]:" + port, "http://0.0.0.0:" + port, "http://[::]:" + port} {
 		id := core.TransferID("class-" + from)
-		d2.load(id, from, core.BlockID(i))
+		d2.load(id, from, kv.BlockID(i))
 		d2.want(id, core.Refused, "bootstrap_allow")
 	}
 

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/callfilter"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -50,7 +51,7 @@ func runBarred(address string) (string, error) {
 	var v verdict
 	for _, id := range []core.TransferID{"first", "second"} {
 		clear(cache)
-		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: address}, Selection: core.Selection{Blocks: [][]core.BlockID{{3, 4}}}}}); err != nil {
+		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: address}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{3, 4}}}}}); err != nil {
 			return "", err
 		}
 		over := time.After(bound)

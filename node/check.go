@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
 )
 
@@ -143,9 +144,9 @@ func (c *Config) checkJoin() error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("%w: config key \"bootstrap_join\" %s", core.ErrInvalid, fmt.Sprintf(format, args...))
 	}
-	first := c.rank() == core.Rank{}
+	first := c.rank() == kv.Rank{}
 	switch {
-	case c.Role == RoleBootstrap && (c.ranks() != core.One || c.DPSize != 1):
+	case c.Role == RoleBootstrap && (c.ranks() != kv.One || c.DPSize != 1):
 		return fmt.Errorf("%w: config keys \"tp_size\", \"pp_size\", \"dp_size\" are set, but an agent of role %q has no rank: remove the keys, the ranks that join bring their own", core.ErrInvalid, c.Role)
 	case c.Role == RoleBootstrap && c.NATSURL != "":
 		return fmt.Errorf("%w: config key \"nats_url\" is set, but the role is %q: in a cluster the ranks register themselves, so run no agent of this role there", core.ErrInvalid, c.Role)

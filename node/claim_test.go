@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -49,7 +50,7 @@ func TestClaimsOutliveTheLease(t *testing.T) {
 		d.want(id, core.OK)
 		p.want(id, core.OK)
 	}
-	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{7, 8})
+	same(t, p, []kv.BlockID{1, 2}, d, []kv.BlockID{7, 8})
 	if _, err := d.Cancel([]core.TransferID{"dropped"}, "client went away"); err != nil {
 		t.Fatal(err)
 	}
@@ -104,7 +105,7 @@ func TestAbortStorm(t *testing.T) {
 	for i := range storm {
 		id := core.TransferID(fmt.Sprint("storm-", i))
 		ids = append(ids, id)
-		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}})
+		loads = append(loads, core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{kv.BlockID(i % numBlocks)}}}})
 	}
 	announce(t, p, ids...)
 	if _, err := d.StartLoad(loads); err != nil {

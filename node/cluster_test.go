@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
 	"github.com/kvconn/kvconn/tcp"
@@ -55,10 +56,10 @@ func atServer(t *testing.T, c *nettest.NATSTrio, cfg Config, s *nettest.NATSServ
 }
 
 // span is a run of n block ids.
-func span(first, n int) []core.BlockID {
-	ids := make([]core.BlockID, n)
+func span(first, n int) []kv.BlockID {
+	ids := make([]kv.BlockID, n)
 	for i := range ids {
-		ids[i] = core.BlockID(first + i)
+		ids[i] = kv.BlockID(first + i)
 	}
 	return ids
 }
@@ -134,7 +135,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 	free.load("at once", from, 28)
 	free.want("at once", core.OK)
 	p.want("at once", core.OK)
-	same(t, p, []core.BlockID{28}, free, []core.BlockID{28})
+	same(t, p, []kv.BlockID{28}, free, []kv.BlockID{28})
 	p.fill(4, 29)
 	p.offer("behind the large one", 29)
 	held.load("behind the large one", from, 29)
@@ -160,12 +161,12 @@ func outliveLeader(t *testing.T, at [3]int) {
 		d.load(core.TransferID("claim of "+name), from, 24)
 		d.want(core.TransferID("claim of "+name), core.OK)
 		p.want(core.TransferID("claim of "+name), core.OK)
-		same(t, p, []core.BlockID{26, 27}, d, []core.BlockID{25, 24})
+		same(t, p, []kv.BlockID{26, 27}, d, []kv.BlockID{25, 24})
 		p.offer(core.TransferID("claimed at once by "+name), 27)
 		d.load(core.TransferID("claimed at once by "+name), from, 26)
 		d.want(core.TransferID("claimed at once by "+name), core.OK)
 		p.want(core.TransferID("claimed at once by "+name), core.OK)
-		same(t, p, []core.BlockID{27}, d, []core.BlockID{26})
+		same(t, p, []kv.BlockID{27}, d, []kv.BlockID{26})
 		transfer(t, p, d, core.TransferID("after the election, to "+name), from)
 	}
 	for name, a := range map[string]*side{"prefill": p, "held": held, "free": free} {
@@ -199,7 +200,7 @@ func TestAgentsMeetDuringAnElection(t *testing.T) {
 		for n := 0; ; n++ {
 			id := core.TransferID(fmt.Sprint(name, n))
 			p.offer(id, 2)
-			if _, err := d.StartLoad([]core.LoadRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{{2}}}, From: core.Target{Bootstrap: from, EngineID: p.cfg.EngineID}}}); err != nil {
+			if _, err := d.StartLoad([]core.LoadRequest{{ID: id, Selection: kv.Selection{Blocks: [][]kv.BlockID{{2}}}, From: core.Target{Bootstrap: from, EngineID: p.cfg.EngineID}}}); err != nil {
 				t.Fatal(err)
 			}
 			r := d.report(id)
@@ -221,11 +222,11 @@ func TestAgentsMeetDuringAnElection(t *testing.T) {
 	another := open(t, cfg) // its registration waits for the election
 	another.fill(99, 3)
 	another.offer("from a new prefill agent", 3)
-	if _, err := patient.StartLoad([]core.LoadRequest{{ID: "from a new prefill agent", Selection: core.Selection{Blocks: [][]core.BlockID{{4}}}, From: core.Target{Bootstrap: another.BootstrapAddress(), EngineID: "another"}}}); err != nil {
+	if _, err := patient.StartLoad([]core.LoadRequest{{ID: "from a new prefill agent", Selection: kv.Selection{Blocks: [][]kv.BlockID{{4}}}, From: core.Target{Bootstrap: another.BootstrapAddress(), EngineID: "another"}}}); err != nil {
 		t.Fatal(err)
 	}
 	patient.want("from a new prefill agent", core.OK)
-	same(t, another, []core.BlockID{3}, patient, []core.BlockID{4})
+	same(t, another, []kv.BlockID{3}, patient, []kv.BlockID{4})
 }
 
 // P is killed and comes back under its engine_id at its ports, while D lives on:
@@ -298,7 +299,7 @@ func replaced(t *testing.T, urls, transport string) {
 	d.load("next", address, 31)
 	d.want("next", core.OK)
 	p.want("next", core.OK)
-	same(t, p, []core.BlockID{5}, d, []core.BlockID{31})
+	same(t, p, []kv.BlockID{5}, d, []kv.BlockID{31})
 	for l := range layers {
 		at := l * numBlocks * blockBytes
 		if !bytes.Equal(d.cache[at:at+31*blockBytes], before[at:at+31*blockBytes]) {

@@ -10,6 +10,7 @@ import (
 	"github.com/nats-io/nkeys"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
 )
@@ -103,11 +104,11 @@ func TestClusterOfBothRoles(t *testing.T) {
 		p, d := pair[0], pair[1]
 		p.fill(byte(len(id)), 3)
 		p.offer(id, 3)
-		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from("", p.cfg.EngineID), Selection: core.Selection{Blocks: [][]core.BlockID{{4}}}}}); err != nil {
+		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from("", p.cfg.EngineID), Selection: kv.Selection{Blocks: [][]kv.BlockID{{4}}}}}); err != nil {
 			t.Fatal(err)
 		}
 		d.want(id, core.OK)
 		p.want(id, core.OK)
-		same(t, p, []core.BlockID{3}, d, []core.BlockID{4})
+		same(t, p, []kv.BlockID{3}, d, []kv.BlockID{4})
 	}
 }

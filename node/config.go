@@ -9,8 +9,8 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 )
 
@@ -145,14 +145,14 @@ func (c *Config) helloBound() time.Duration { return time.Duration(c.ConnectTime
 
 // servesPort: this agent has a bootstrap port.
 func (c *Config) servesPort() bool {
-	return c.Role == RoleBootstrap || c.prefills() && c.BootstrapJoin == "" && c.rank() == core.Rank{}
+	return c.Role == RoleBootstrap || c.prefills() && c.BootstrapJoin == "" && c.rank() == kv.Rank{}
 }
 
 func (c *Config) servesNATS() bool { return c.servesPort() && c.NATSURL == "" }
 
-func (c *Config) ranks() core.Ranks { return core.Ranks{TP: c.TPSize, PP: c.PPSize} }
+func (c *Config) ranks() kv.Ranks { return kv.Ranks{TP: c.TPSize, PP: c.PPSize} }
 
-func (c *Config) rank() core.Rank { return core.Rank{TP: c.TPRank, PP: c.PPRank} }
+func (c *Config) rank() kv.Rank { return kv.Rank{TP: c.TPRank, PP: c.PPRank} }
 
 // transports are the names of the transports that may be used, the preferred one first.
 func (c *Config) transports() []string {

@@ -9,6 +9,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // stepping is a machine as the sink of transports. It takes each report to them, as an agent does.
@@ -58,7 +59,7 @@ func TestPairCountsWhatDecodeHas(t *testing.T) {
 		"the write fails, and decode has all after that": {false, true, broken, core.Failed, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			layout, err := core.NewLayout([]core.Region{{Name: "layer.0", Base: 1 << 12, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}})
+			layout, err := kv.NewLayout([]kv.Region{{Name: "layer.0", Base: 1 << 12, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -67,7 +68,7 @@ func TestPairCountsWhatDecodeHas(t *testing.T) {
 			s.all = newTransports("self", &cfg, zap.NewNop(), nil, s, nil)
 			s.all.add(new(reached))
 			s.all.pair(aPeer)
-			blocks := core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{{1}}}
+			blocks := kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{{1}}}
 			s.tell(core.OfferRequest{ID: "x", Selection: blocks})
 			s.tell(core.LoadMessage{ID: "x", Peer: aPeer, Grant: mark(viaTCP, []byte("grant")), Selection: blocks})
 			if c.says {

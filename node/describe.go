@@ -7,12 +7,13 @@ import (
 	"strings"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/wire"
 )
 
 // describe makes this agent's registry entry, which is also its hello.
-func describe(c *Config, id core.AgentID, l *core.Layout, endpoints []wire.Endpoint, lacks []wire.Lack) *wire.Agent {
+func describe(c *Config, id core.AgentID, l *kv.Layout, endpoints []wire.Endpoint, lacks []wire.Lack) *wire.Agent {
 	d := &wire.Agent{
 		Version: wire.Version, ID: string(id), EngineID: c.EngineID,
 		DPRank: c.DPRank, TPRank: c.TPRank, PPRank: c.PPRank, TPSize: c.TPSize, PPSize: c.PPSize, DPSize: c.DPSize, Joined: c.BootstrapJoin != "",
@@ -25,7 +26,7 @@ func describe(c *Config, id core.AgentID, l *core.Layout, endpoints []wire.Endpo
 
 // compatible matches the caches of two agents, or says why they cannot exchange
 // blocks, with both values. m is what is known of how their regions fit; nil: nothing.
-func compatible(p, d *wire.Agent, m *core.Match) (*core.Match, error) {
+func compatible(p, d *wire.Agent, m *kv.Match) (*kv.Match, error) {
 	switch {
 	case p.Version != d.Version:
 		return nil, fmt.Errorf("wire version %d at the prefill engine, %d at the decode engine: run the same kvconn on both", p.Version, d.Version)
@@ -40,9 +41,9 @@ func compatible(p, d *wire.Agent, m *core.Match) (*core.Match, error) {
 	}
 	var err error
 	if m == nil {
-		m, err = core.NewMatch(shapes(p), shapes(d))
+		m, err = kv.NewMatch(shapes(p), shapes(d))
 	}
-	if err == nil && ranksOf(p) == core.One && ranksOf(d) == core.One {
+	if err == nil && ranksOf(p) == kv.One && ranksOf(d) == kv.One {
 		err = m.Whole() // with more ranks D looks whether all ranks together have what it needs
 	}
 	if p.BlockTokens != 0 && d.BlockTokens != 0 && p.BlockTokens != d.BlockTokens {
@@ -60,7 +61,7 @@ func compatible(p, d *wire.Agent, m *core.Match) (*core.Match, error) {
 	return m, nil
 }
 
-func describeShapes(d *wire.Agent, shapes []core.Shape) {
+func describeShapes(d *wire.Agent, shapes []kv.Shape) {
 	for _, s := range shapes {
 		d.Shapes = append(d.Shapes, wire.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group,
 			Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride, IndexKind: uint32(s.IndexKind)})
@@ -68,24 +69,24 @@ func describeShapes(d *wire.Agent, shapes []core.Shape) {
 }
 
 // shapes is the reverse of describeShapes.
-func shapes(a *wire.Agent) []core.Shape {
-	out := make([]core.Shape, len(a.Shapes))
+func shapes(a *wire.Agent) []kv.Shape {
+	out := make([]kv.Shape, len(a.Shapes))
 	for i, s := range a.Shapes {
-		out[i] = core.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group,
-			Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride, IndexKind: core.IndexKind(s.IndexKind)}
+		out[i] = kv.Shape{Name: s.Name, BlockStride: s.BlockStride, BlockBytes: s.BlockBytes, NumBlocks: s.NumBlocks, Group: s.Group,
+			Tokens: s.Tokens, Heads: s.Heads, FirstHead: s.FirstHead, TotalHeads: s.TotalHeads, TokenStride: s.TokenStride, HeadStride: s.HeadStride, IndexKind: kv.IndexKind(s.IndexKind)}
 	}
 	return out
 }
 
 // ranksOf is how many ranks an agent's engine has.
-func ranksOf(a *wire.Agent) core.Ranks {
-	return core.Ranks{TP: max(a.TPSize, 1), PP: max(a.PPSize, 1)}
+func ranksOf(a *wire.Agent) kv.Ranks {
+	return kv.Ranks{TP: max(a.TPSize, 1), PP: max(a.PPSize, 1)}
 }
 
 // dpSizeOf is how many dp ranks there are with it.
 func dpSizeOf(a *wire.Agent) int { return max(a.DPSize, 1) }
 
-func rankOf(a *wire.Agent) core.Rank { return core.Rank{TP: a.TPRank, PP: a.PPRank} }
+func rankOf(a *wire.Agent) kv.Rank { return kv.Rank{TP: a.TPRank, PP: a.PPRank} }
 
 func rankText(a *wire.Agent) string {
 	return fmt.Sprintf("engine %q dp%d tp%d pp%d", a.EngineID, a.DPRank, a.TPRank, a.PPRank)

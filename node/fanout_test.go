@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -13,11 +14,11 @@ import (
 func TestSharesOfOnePrefillRank(t *testing.T) {
 	leaktest.Check(t)
 	id := core.TransferID(strings.Repeat("x", core.MaxTransferID)) // and each share's is longer
-	m, two := model{3, 4, false}, core.Ranks{TP: 2, PP: 1}
-	ps, address := m.engine(t, RolePrefill, core.One, nil)
+	m, two := model{3, 4, false}, kv.Ranks{TP: 2, PP: 1}
+	ps, address := m.engine(t, RolePrefill, kv.One, nil)
 	p, at := ps[0], from(address, ps[0].cfg.EngineID)
 	ds, _ := m.engine(t, RoleDecode, two, nil)
-	whole, _ := m.engine(t, RoleDecode, core.One, nil)
+	whole, _ := m.engine(t, RoleDecode, kv.One, nil)
 	others, _ := m.engine(t, RoleDecode, two, nil)
 	p.paint(1, 4, 5)
 	ds[1].claimFrom(id, at)
@@ -52,8 +53,8 @@ func TestSharesOfOnePrefillRank(t *testing.T) {
 func TestSourcesOfOneDecodeRank(t *testing.T) {
 	leaktest.Check(t)
 	m := model{3, 4, false}
-	ps, address := m.engine(t, RolePrefill, core.Ranks{TP: 2, PP: 1}, nil)
-	ds, _ := m.engine(t, RoleDecode, core.One, nil)
+	ps, address := m.engine(t, RolePrefill, kv.Ranks{TP: 2, PP: 1}, nil)
+	ds, _ := m.engine(t, RoleDecode, kv.One, nil)
 	d, at := ds[0], from(address, ps[0].cfg.EngineID)
 	for _, p := range ps {
 		p.paint(1, 4, 5)

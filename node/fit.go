@@ -3,7 +3,7 @@ package node
 import (
 	"fmt"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -17,7 +17,7 @@ func (t *peerTable) fit(self, other *wire.Agent, prefills bool) (*matched, error
 	t.mu.Lock()
 	known := t.matches.by[of]
 	t.mu.Unlock()
-	var m *core.Match
+	var m *kv.Match
 	if known != nil {
 		m = known.match
 	} else if len(other.Shapes) > manyRegions {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/rig/alloctest"
 	"github.com/kvconn/kvconn/rig/coretest"
@@ -104,7 +105,7 @@ func (l *landings) Connect(peer core.AgentID, endpoint string, ticket []byte) er
 	return nil
 }
 
-func (l *landings) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+func (l *landings) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	l.p.mu.Lock()
 	defer l.p.mu.Unlock()
 	if l.armed[id] || peer != hostileID || len(l.p.ticket) == 0 {
@@ -169,7 +170,7 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 	panics := contained().Load()
 	p := &hostileP{t: t, answers: answers, arrives: arrives, asked: map[wire.Kind]int{}, read: map[wire.Kind]int{}, ticket: map[string]bool{}}
 	l := &landings{p: p, armed: map[core.TransferID]bool{}, count: map[core.TransferID]int{}}
-	layout, err := core.NewLayout(fuzzRegions)
+	layout, err := kv.NewLayout(fuzzRegions)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -221,8 +222,8 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 		t.Fatal("an answer leads to the next request without end")
 	}
 	from := core.Target{Bootstrap: "http://127.0.0.1:1"}
-	load := func(id core.TransferID, block core.BlockID) {
-		_, err := a.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: core.Selection{Blocks: [][]core.BlockID{{block}, {block}}}}})
+	load := func(id core.TransferID, block kv.BlockID) {
+		_, err := a.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: kv.Selection{Blocks: [][]kv.BlockID{{block}, {block}}}}})
 		if err != nil {
 			t.Fatal(err)
 		}

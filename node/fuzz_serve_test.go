@@ -7,6 +7,7 @@ import (
 	"github.com/tinylib/msgp/msgp"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/rig/alloctest"
 	"github.com/kvconn/kvconn/wire"
@@ -54,7 +55,7 @@ func (f *fakeSignaller) Write(op core.WriteOp) { f.of.Write(op) }
 // deafAgent is a registered prefill agent without a bus and without goroutines:
 // its machine's actions stay in its queue.
 func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
-	l, err := core.NewLayout(fuzzRegions)
+	l, err := kv.NewLayout(fuzzRegions)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +75,7 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 	return a, tr
 }
 
-var fuzzRegions = []core.Region{
+var fuzzRegions = []kv.Region{
 	{Name: "k", Base: 1 << 20, BlockStride: 64, BlockBytes: 64, NumBlocks: 16, Tokens: 4, Heads: 2, FirstHead: 2, TotalHeads: 4, TokenStride: 16, HeadStride: 8},
 	{Name: "s", Base: 2 << 20, BlockStride: 16, BlockBytes: 8, NumBlocks: 16, Group: 1},
 }
@@ -215,7 +216,7 @@ func serveMessages(t *testing.T, senders string, messages [3][]byte, served func
 	}
 	for i, b := range messages {
 		if i == 2 {
-			if _, err := a.Offer([]core.OfferRequest{{ID: "t-1", Selection: core.Selection{Blocks: [][]core.BlockID{{1, 2, 3}, {4}}}}}); err != nil && !errors.Is(err, core.ErrDuplicate) {
+			if _, err := a.Offer([]core.OfferRequest{{ID: "t-1", Selection: kv.Selection{Blocks: [][]kv.BlockID{{1, 2, 3}, {4}}}}}); err != nil && !errors.Is(err, core.ErrDuplicate) {
 				t.Fatal(err)
 			}
 		}
@@ -240,7 +241,7 @@ func fits(h *wire.Agent) bool {
 	if h.Version != wire.Version {
 		return false
 	}
-	if n := ranksOf(h); n != core.One { // one rank of several has some of it, or nothing
+	if n := ranksOf(h); n != kv.One { // one rank of several has some of it, or nothing
 		return n.Check(rankOf(h)) == nil
 	}
 	k, s := h.TPRank == 0 && h.PPRank == 0, false

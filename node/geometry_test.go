@@ -9,6 +9,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -37,9 +38,9 @@ func openShaped(t *testing.T, role string, tokens, first, end uint32, hnd bool) 
 	t.Cleanup(func() { _ = a.Close() })
 	bytes := uint64(tokens) * uint64(end-first) * itemBytes
 	s.cache = make([]byte, 2*fewBlocks*bytes)
-	var list []core.Region
+	var list []kv.Region
 	for layer := range uint64(2) {
-		r := core.Region{Name: fmt.Sprint("layer.", layer), Base: uint64(uintptr(unsafe.Pointer(&s.cache[layer*fewBlocks*bytes]))), BlockStride: bytes, BlockBytes: bytes,
+		r := kv.Region{Name: fmt.Sprint("layer.", layer), Base: uint64(uintptr(unsafe.Pointer(&s.cache[layer*fewBlocks*bytes]))), BlockStride: bytes, BlockBytes: bytes,
 			NumBlocks: fewBlocks, Tokens: tokens, Heads: end - first, FirstHead: first, TotalHeads: modelHeads}
 		if r.TokenStride, r.HeadStride = uint64(r.Heads)*itemBytes, itemBytes; hnd {
 			r.TokenStride, r.HeadStride = itemBytes, uint64(tokens)*itemBytes
@@ -56,7 +57,7 @@ func openShaped(t *testing.T, role string, tokens, first, end uint32, hnd bool) 
 }
 
 // item is the memory of one item of a block.
-func (s *shapedSide) item(layer int, id core.BlockID, token, head uint32) []byte {
+func (s *shapedSide) item(layer int, id kv.BlockID, token, head uint32) []byte {
 	heads := s.end - s.first
 	n := uint64(token)*uint64(heads) + uint64(head-s.first)
 	if s.hnd {
@@ -70,7 +71,7 @@ func word(salt, layer int, pos, head uint32) uint64 {
 	return uint64(salt)<<48 | uint64(layer+1)<<40 | uint64(head)<<32 | uint64(pos) + 1
 }
 
-func (s *shapedSide) paint(salt int, ids ...core.BlockID) {
+func (s *shapedSide) paint(salt int, ids ...kv.BlockID) {
 	for layer := range 2 {
 		for i, id := range ids {
 			for token := range s.tokens {
@@ -84,7 +85,7 @@ func (s *shapedSide) paint(salt int, ids ...core.BlockID) {
 
 // holds: the blocks, from position first on, have the prompt's items up to end and
 // nothing beyond.
-func (s *shapedSide) holds(salt int, first, end uint32, ids ...core.BlockID) {
+func (s *shapedSide) holds(salt int, first, end uint32, ids ...kv.BlockID) {
 	s.t.Helper()
 	for layer := range 2 {
 		for i, id := range ids {
@@ -112,7 +113,7 @@ func TestUnequalGeometry(t *testing.T) {
 		a.paint(1+i, 1, 3, 2)
 		id := core.TransferID(fmt.Sprint("there-", i))
 		a.offer(id, 1, 3, 2)
-		if _, err := b.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: a.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{7, 5}}, Tokens: []uint32{40}}}}); err != nil {
+		if _, err := b.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: a.BootstrapAddress()}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{7, 5}}, Tokens: []uint32{40}}}}); err != nil {
 			t.Fatal(err)
 		}
 		if r := b.want(id, core.OK); r.Stats.Bytes != 2*48*modelHeads*itemBytes || r.Blocks != 2 {
@@ -123,10 +124,10 @@ func TestUnequalGeometry(t *testing.T) {
 
 		b.paint(11+i, 2, 3)
 		id = core.TransferID(fmt.Sprint("back-", i))
-		if _, err := b.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{{2, 3}}}}}); err != nil {
+		if _, err := b.Offer([]core.OfferRequest{{ID: id, Selection: kv.Selection{Blocks: [][]kv.BlockID{{2, 3}}}}}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: b.BootstrapAddress()}, Selection: core.Selection{First: []uint32{1}, Blocks: [][]core.BlockID{{4, 6}}, Tokens: []uint32{48}}}}); err != nil {
+		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: b.BootstrapAddress()}, Selection: kv.Selection{First: []uint32{1}, Blocks: [][]kv.BlockID{{4, 6}}, Tokens: []uint32{48}}}}); err != nil {
 			t.Fatal(err)
 		}
 		a.want(id, core.OK)
@@ -149,7 +150,7 @@ func TestHeadsOfOne(t *testing.T) {
 	d.holds(1, 0, 32, 5, 2)
 	more.load("u", p.BootstrapAddress(), 5)
 	more.want("u", core.Refused, "layer.", "2 of 4 heads at the prefill engine", "heads 2 to 5 of 6")
-	if _, err := p.Offer([]core.OfferRequest{{ID: "v", Selection: core.Selection{First: []uint32{2}, Blocks: [][]core.BlockID{{1}}}}}); err != nil {
+	if _, err := p.Offer([]core.OfferRequest{{ID: "v", Selection: kv.Selection{First: []uint32{2}, Blocks: [][]kv.BlockID{{1}}}}}); err != nil {
 		t.Fatal(err)
 	}
 	d.load("v", p.BootstrapAddress(), 6)
@@ -164,7 +165,7 @@ func TestUnequalBlocksAreNamed(t *testing.T) {
 	packed := func(tokens uint32) *wire.Agent {
 		item := 64 * uint64(tokens)
 		a := &wire.Agent{Version: wire.Version, TPSize: 1, PPSize: 1, BlockTokens: int(tokens)}
-		describeShapes(a, []core.Shape{{Name: "layer.0", BlockStride: 2 * item, BlockBytes: 2 * item, NumBlocks: 4, Tokens: 1, Heads: 2, TotalHeads: 2,
+		describeShapes(a, []kv.Shape{{Name: "layer.0", BlockStride: 2 * item, BlockBytes: 2 * item, NumBlocks: 4, Tokens: 1, Heads: 2, TotalHeads: 2,
 			TokenStride: 2 * item, HeadStride: item}})
 		return a
 	}
@@ -183,7 +184,7 @@ func TestSettingsThatDoNotFitAreNamed(t *testing.T) {
 	leaktest.Check(t)
 	agent := func(model, dtype string) *wire.Agent {
 		a := &wire.Agent{Version: wire.Version, TPSize: 1, PPSize: 1, Model: model, DType: dtype}
-		describeShapes(a, []core.Shape{{Name: "layer.0", BlockStride: 64, BlockBytes: 64, NumBlocks: 4}})
+		describeShapes(a, []kv.Shape{{Name: "layer.0", BlockStride: 64, BlockBytes: 64, NumBlocks: 4}})
 		return a
 	}
 	older := agent("llama", "bfloat16")
@@ -208,17 +209,17 @@ func TestSettingsThatDoNotFitAreNamed(t *testing.T) {
 // What ids name travels with a shape, so that two agents that mean other things by them
 // refuse each other.
 func TestIndexIsCompared(t *testing.T) {
-	of := func(x core.IndexKind) *wire.Agent {
+	of := func(x kv.IndexKind) *wire.Agent {
 		a := &wire.Agent{Version: wire.Version, ID: "a"}
-		describeShapes(a, []core.Shape{{Name: "tail", BlockStride: 64, BlockBytes: 64, NumBlocks: 12, IndexKind: x}})
+		describeShapes(a, []kv.Shape{{Name: "tail", BlockStride: 64, BlockBytes: 64, NumBlocks: 12, IndexKind: x}})
 		return a
 	}
-	for _, x := range []core.IndexKind{core.IndexBlock, core.IndexSlot, core.Ring(6)} {
+	for _, x := range []kv.IndexKind{kv.IndexBlock, kv.IndexSlot, kv.Ring(6)} {
 		if _, err := compatible(of(x), of(x), nil); err != nil {
 			t.Error(err)
 		}
 	}
-	_, err := compatible(of(core.Ring(6)), of(core.IndexSlot), nil)
+	_, err := compatible(of(kv.Ring(6)), of(kv.IndexSlot), nil)
 	if err == nil || !strings.Contains(err.Error(), `region "tail" of group 0 has opaque entries of rings of 6 of 64 bytes at the prefill engine, opaque slots of 64 bytes at the decode engine`) {
 		t.Error(err)
 	}

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -59,7 +60,7 @@ func TestGuardOfRDMA(t *testing.T) {
 		cfg := testConfig(role)
 		cfg.BootstrapAllow = append(cfg.BootstrapAllow, "127.0.0.1", "10.9.0.0/16")
 		var guard func(netip.Addr) error
-		a, err := Open(cfg, Options{rdma: func(c rdma.Config, _ core.AgentID, _ *core.Layout, _ core.Sink, _ core.Signal) (core.Signaller, error) {
+		a, err := Open(cfg, Options{rdma: func(c rdma.Config, _ core.AgentID, _ *kv.Layout, _ core.Sink, _ core.Signal) (core.Signaller, error) {
 			guard = c.Guard
 			return nil, core.ErrTransportClosed
 		}})

@@ -1,18 +1,18 @@
 package node
 
 import (
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // ownMemory is memory of kvconn's own, which stays although the engine frees it.
 type ownMemory []*shmem.Memory
 
 // hold keeps such memory that lies under a layout until release.
-func hold(layout *core.Layout) (all ownMemory, err error) {
+func hold(layout *kv.Layout) (all ownMemory, err error) {
 	for i := range layout.Regions {
 		r := &layout.Regions[i]
-		if r.Memory != core.HostMemory {
+		if r.Memory != kv.HostMemory {
 			continue
 		}
 		some, err := shmem.Hold(r.Base, r.Extent())

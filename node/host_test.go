@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -44,12 +45,12 @@ func joins(address string, change func(c *Config)) func(c *Config) {
 
 // TestHostWithoutCaches: engines whose ranks are all other processes than the port's.
 func TestHostWithoutCaches(t *testing.T) {
-	for name, c := range map[string]struct{ p, d core.Ranks }{
-		"one rank":        {core.One, core.One},
-		"tp 2 to 1":       {core.Ranks{TP: 2, PP: 1}, core.One},
-		"tp 1 to 2":       {core.One, core.Ranks{TP: 2, PP: 1}},
-		"tp 2 pp 2 to 2":  {core.Ranks{TP: 2, PP: 2}, core.Ranks{TP: 2, PP: 1}},
-		"pp 2 to tp 1 pp": {core.Ranks{TP: 1, PP: 2}, core.Ranks{TP: 1, PP: 2}},
+	for name, c := range map[string]struct{ p, d kv.Ranks }{
+		"one rank":        {kv.One, kv.One},
+		"tp 2 to 1":       {kv.Ranks{TP: 2, PP: 1}, kv.One},
+		"tp 1 to 2":       {kv.One, kv.Ranks{TP: 2, PP: 1}},
+		"tp 2 pp 2 to 2":  {kv.Ranks{TP: 2, PP: 2}, kv.Ranks{TP: 2, PP: 1}},
+		"pp 2 to tp 1 pp": {kv.Ranks{TP: 1, PP: 2}, kv.Ranks{TP: 1, PP: 2}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			leaktest.Check(t)
@@ -113,7 +114,7 @@ func TestHostHasNoHalf(t *testing.T) {
 // TestHostOfDPRanks: the dp ranks of one port say how many they are.
 func TestHostOfDPRanks(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	address := openHost(t, 0).BootstrapAddress()
 	engines := map[int][]*rank{}
 	for _, dp := range []int{1, 0} {
@@ -121,7 +122,7 @@ func TestHostOfDPRanks(t *testing.T) {
 			c.DPSize, c.DPRank, c.EngineID = 2, dp, fmt.Sprint("dp", dp)
 		}))
 	}
-	ds, _ := m.engine(t, RoleDecode, core.One, nil)
+	ds, _ := m.engine(t, RoleDecode, kv.One, nil)
 	carry(t, "a", 1, engines[0], ds, from(address, "dp0"))
 	carry(t, "b", 2, engines[1], ds, from(address, "dp1"))
 	third := core.Target{Bootstrap: address, DPRank: 1} // by its number
@@ -140,7 +141,7 @@ func TestHostOfDPRanks(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			m.refused(t, c.says, func() Config {
-				cfg := rankConfig(RolePrefill, two, core.Rank{TP: 1}, address)
+				cfg := rankConfig(RolePrefill, two, kv.Rank{TP: 1}, address)
 				c.change(&cfg)
 				return cfg
 			})
@@ -155,7 +156,7 @@ func TestHostOfDPRanks(t *testing.T) {
 // was restarted.
 func TestHostComesLastAndAgain(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	port := freePort(t)
 	address := fmt.Sprint("http://127.0.0.1:", port)
 	opened := make(chan *rank)
@@ -163,7 +164,7 @@ func TestHostComesLastAndAgain(t *testing.T) {
 		go func() {
 			var r *rank
 			defer func() { opened <- r }() // also when it fails
-			cfg := rankConfig(RolePrefill, two, core.Rank{TP: tp}, address)
+			cfg := rankConfig(RolePrefill, two, kv.Rank{TP: tp}, address)
 			cfg.BootstrapJoin = address
 			r = m.open(t, cfg)
 		}()
@@ -173,7 +174,7 @@ func TestHostComesLastAndAgain(t *testing.T) {
 	if ps[0] == nil || ps[1] == nil {
 		t.FailNow()
 	}
-	ds, _ := m.engine(t, RoleDecode, core.One, nil)
+	ds, _ := m.engine(t, RoleDecode, kv.One, nil)
 	at := from(address, "engine-prefill")
 	carry(t, "a", 1, ps, ds, at)
 	all := map[string]int{"0 engine-prefill": 2}
@@ -184,7 +185,7 @@ func TestHostComesLastAndAgain(t *testing.T) {
 		h = openHost(t, port)
 		until(t, "both ranks are back", func() bool { return reflect.DeepEqual(shown(t, address), all) })
 		carry(t, core.TransferID(fmt.Sprint("b", i)), 2+i, ps, ds, at)
-		fresh, _ := m.engine(t, RoleDecode, core.One, nil)
+		fresh, _ := m.engine(t, RoleDecode, kv.One, nil)
 		carry(t, core.TransferID(fmt.Sprint("c", i)), 4+i, ps, fresh, at)
 	}
 }
@@ -193,9 +194,9 @@ func TestHostComesLastAndAgain(t *testing.T) {
 // it, and another in its place is found, also one of another size.
 func TestHostLosesARank(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	address := openHost(t, 0).BootstrapAddress()
-	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
+	cfg := rankConfig(RolePrefill, two, kv.Rank{}, "")
 	cfg.BootstrapJoin = address
 	soon(&cfg)
 	text, err := json.Marshal(cfg)
@@ -204,8 +205,8 @@ func TestHostLosesARank(t *testing.T) {
 	}
 	t.Setenv("KVCONN_TEST_CONFIG", string(text))
 	_, first := process(t, "rank", "", "")
-	second := m.open(t, rankConfig(RolePrefill, two, core.Rank{TP: 1}, address))
-	ds, _ := m.engine(t, RoleDecode, core.One, soon)
+	second := m.open(t, rankConfig(RolePrefill, two, kv.Rank{TP: 1}, address))
+	ds, _ := m.engine(t, RoleDecode, kv.One, soon)
 	at := from(address, "engine-prefill")
 	announce(t, second.side, "a")
 	ds[0].loadFrom("a", at, 1)
@@ -225,7 +226,7 @@ func TestHostLosesARank(t *testing.T) {
 		}
 	}
 	until(t, "none is there", func() bool { return len(query(t, address)) == 0 })
-	ps, _ = m.engine(t, RolePrefill, core.One, joins(address, func(c *Config) { c.EngineID = "next" }))
+	ps, _ = m.engine(t, RolePrefill, kv.One, joins(address, func(c *Config) { c.EngineID = "next" }))
 	carry(t, "c", 3, ps, ds, from(address, "next"))
 	carry(t, "d", 4, ps, ds, from(address, ""))
 }

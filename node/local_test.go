@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -13,7 +14,7 @@ import (
 func TestLocal(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, forced(RolePrefill, viaLocal)), open(t, forced(RoleDecode, viaLocal))
-	src, dst := []core.BlockID{3, 4, 9}, []core.BlockID{1, 7, 2}
+	src, dst := []kv.BlockID{3, 4, 9}, []kv.BlockID{1, 7, 2}
 	p.fill(9, src...)
 	for i := range 3 {
 		id := core.TransferID(fmt.Sprint("t", i))

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
@@ -28,7 +29,7 @@ type reached struct {
 func (*reached) Name() string       { return viaTCP }
 func (r *reached) note(call string) { r.calls = append(r.calls, call) }
 
-func (r *reached) Expect(core.TransferID, core.AgentID, []core.Segment) ([]byte, error) {
+func (r *reached) Expect(core.TransferID, core.AgentID, []kv.Segment) ([]byte, error) {
 	r.note("load")
 	return []byte("grant"), r.refuses
 }
@@ -52,7 +53,7 @@ func (r *reached) took(t *testing.T, what string, want ...string) {
 }
 
 // anyPlan is a plan of which nothing but its presence counts.
-type anyPlan struct{ core.Plan }
+type anyPlan struct{ kv.Plan }
 
 // lookedAt are transports over a cache on a device, with one that notes what reaches it.
 func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
@@ -63,9 +64,9 @@ func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
 // lookedAtFor bounds the close of the device.
 func lookedAtFor(t *testing.T, closes time.Duration, bases ...uintptr) (*transports, *reached) {
 	t.Helper()
-	var regions []core.Region
+	var regions []kv.Region
 	for i, base := range bases {
-		regions = append(regions, core.Region{Name: fmt.Sprint("layer.", i), Base: uint64(base), Memory: core.DeviceMemory(0),
+		regions = append(regions, kv.Region{Name: fmt.Sprint("layer.", i), Base: uint64(base), Memory: kv.DeviceMemory(0),
 			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks})
 	}
 	cfg := testConfig(RoleBoth)
@@ -91,7 +92,7 @@ const aPeer = core.AgentID("peer")
 func writeOf(id core.TransferID, regions ...uint32) core.WriteOp {
 	op := core.WriteOp{ID: id, Peer: aPeer, Grant: mark(viaTCP, []byte("grant")), Bytes: 2 * blockBytes}
 	for _, r := range regions {
-		op.Pairs = append(op.Pairs, core.Pair{SrcRegion: r, Length: blockBytes})
+		op.Pairs = append(op.Pairs, kv.Pair{SrcRegion: r, Length: blockBytes})
 	}
 	return op
 }
@@ -112,7 +113,7 @@ func TestMemoryIsLookedAt(t *testing.T) {
 				}
 				all, r := lookedAt(t, bases...)
 				load := func(id core.TransferID) error {
-					_, err := all.Expect(id, aPeer, &landing{segments: []core.Segment{}}, all.look())
+					_, err := all.Expect(id, aPeer, &landing{segments: []kv.Segment{}}, all.look())
 					return err
 				}
 				write := func(id core.TransferID) core.WriteOp {
@@ -168,7 +169,7 @@ func TestOtherMemoryIsLookedAt(t *testing.T) {
 	all, r := lookedAt(t, gone.At, e.Map(numBlocks*blockBytes).At)
 	gone.Sleep()
 	l := all.look()
-	if _, err := all.Expect("load", aPeer, &landing{segments: []core.Segment{}}, l); !isChange(err) {
+	if _, err := all.Expect("load", aPeer, &landing{segments: []kv.Segment{}}, l); !isChange(err) {
 		t.Errorf("a load ends with %v", err)
 	}
 	all.Write(writeOf("gone", 0), l)
@@ -185,8 +186,8 @@ func TestEachBatchLooks(t *testing.T) {
 	leaktest.Check(t)
 	memory := engine.New(t, 0).Map(numBlocks * blockBytes)
 	all, r := lookedAt(t, memory.At)
-	shapes := []core.Shape{{Name: "layer.0", BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}
-	match, err := core.NewMatch(shapes, shapes)
+	shapes := []kv.Shape{{Name: "layer.0", BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}
+	match, err := kv.NewMatch(shapes, shapes)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -198,7 +199,7 @@ func TestEachBatchLooks(t *testing.T) {
 	expect := func(ids ...core.TransferID) {
 		var list []core.Action
 		for _, id := range ids {
-			list = append(list, core.Expect{ID: id, Peer: aPeer, Selection: core.Selection{Blocks: [][]core.BlockID{{1}}, First: []uint32{0}}})
+			list = append(list, core.Expect{ID: id, Peer: aPeer, Selection: kv.Selection{Blocks: [][]kv.BlockID{{1}}, First: []uint32{0}}})
 		}
 		p.performOfMemory(list)
 	}
@@ -262,7 +263,7 @@ func TestOwnMemoryInTheWay(t *testing.T) {
 		for _, why := range c.refuse {
 			all.add(&reached{refuses: why})
 		}
-		_, err := all.Expect("t", peer, &landing{segments: []core.Segment{}}, all.look())
+		_, err := all.Expect("t", peer, &landing{segments: []kv.Segment{}}, all.look())
 		if err == nil || errors.Is(err, core.ErrMemory) != c.ours {
 			t.Errorf("%v: the load fails with %v", c.refuse, err)
 		}

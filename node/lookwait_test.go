@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 	"github.com/kvconn/kvconn/wire"
@@ -69,7 +70,7 @@ func onDevice(t *testing.T, role string, device int, set func(*Config)) (*side, 
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = a.Close() })
-	if err := a.RegisterKVCaches([]core.Region{{Name: "layer.0", Base: uint64(e.Alloc(numBlocks * blockBytes)), Memory: core.DeviceMemory(0),
+	if err := a.RegisterKVCaches([]kv.Region{{Name: "layer.0", Base: uint64(e.Alloc(numBlocks * blockBytes)), Memory: kv.DeviceMemory(0),
 		BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}); err != nil {
 		t.Fatal(err)
 	}
@@ -105,7 +106,7 @@ func lookSlowly(t *testing.T, ours string, set func(*Config)) *slowLook {
 	if err != nil {
 		t.Fatal(err)
 	}
-	selection := core.Selection{Blocks: [][]core.BlockID{{3}}}
+	selection := kv.Selection{Blocks: [][]kv.BlockID{{3}}}
 	if ours == RolePrefill {
 		d.load("slow", p.BootstrapAddress(), 3)
 		_, err = p.Offer([]core.OfferRequest{{ID: "slow", Selection: selection, After: after}})
@@ -183,8 +184,8 @@ func TestCloseWhileLooking(t *testing.T) {
 
 // TestWritesThatWait: what is added to a write that waits for the driver goes along with it. A write that is begun after a stop does not.
 func TestWritesThatWait(t *testing.T) {
-	src := core.Selection{Blocks: [][]core.BlockID{{7, 8, 9}}}
-	some, both := core.Selection{Blocks: [][]core.BlockID{{7}}}, core.Selection{Blocks: [][]core.BlockID{{7, 8}}}
+	src := kv.Selection{Blocks: [][]kv.BlockID{{7, 8, 9}}}
+	some, both := kv.Selection{Blocks: [][]kv.BlockID{{7}}}, kv.Selection{Blocks: [][]kv.BlockID{{7, 8}}}
 	first := core.Write{ID: "a", Src: some, End: []uint32{1}}
 	more := core.Write{ID: "a", Src: both, Begin: []uint32{1}, End: []uint32{2}, Extends: true}
 	rest := core.Write{ID: "a", Src: src, Begin: []uint32{2}, Extends: true}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
 )
@@ -23,7 +24,7 @@ func TestPrefillRestartedOnItsPort(t *testing.T) {
 		p.offer(id, 1)
 		d.load(id, address, 2)
 		d.want(id, core.OK)
-		same(t, p, []core.BlockID{1}, d, []core.BlockID{2})
+		same(t, p, []kv.BlockID{1}, d, []kv.BlockID{2})
 		if err := p.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -41,7 +42,7 @@ func TestPeerThatForgotUsIsMetAgain(t *testing.T) {
 		p.offer(id, 4)
 		d.load(id, p.BootstrapAddress(), 3)
 		d.want(id, core.OK)
-		same(t, p, []core.BlockID{4}, d, []core.BlockID{3})
+		same(t, p, []kv.BlockID{4}, d, []kv.BlockID{3})
 		p.peers.mu.Lock()
 		p.peers.drop(p.peers.byID[p.nameOf(d)])
 		p.peers.mu.Unlock()
@@ -114,7 +115,7 @@ func TestBlipBesideNewLoads(t *testing.T) {
 	d.want("new", core.OK)
 	p.offer("waits", 1)
 	d.want("waits", core.OK)
-	same(t, p, []core.BlockID{1, 2}, d, []core.BlockID{1, 2})
+	same(t, p, []kv.BlockID{1, 2}, d, []kv.BlockID{1, 2})
 }
 
 // TestStoppedPrefillIsNoticedThroughManyLoads: P is silent. Neither the load that waits

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -58,7 +59,7 @@ func withLocal(t *testing.T, role string) (*side, core.Settler, *observer.Observ
 	var near core.Transport
 	seen, logs := observer.New(zap.InfoLevel)
 	a, err := Open(testConfig(role), Options{Logger: zap.New(seen), firstWait: bound,
-		near: func(c local.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (tr core.Transport, err error) {
+		near: func(c local.Config, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (tr core.Transport, err error) {
 			tr, err = newLocal(c, id, l, s, signal)
 			near = tr
 			return tr, err

@@ -4,7 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -19,7 +19,7 @@ const (
 // matched is how this agent's caches fit those of peers that all have the same.
 type matched struct {
 	of    cachesKey
-	match *core.Match
+	match *kv.Match
 	peers int // that the table has; guarded by it
 }
 
@@ -38,7 +38,7 @@ func sumOf(shapes []wire.Shape, alike bool) (sum [sha256.Size]byte) {
 	var b []byte
 	for i := range shapes {
 		s := shapes[i]
-		if alike || core.IndexKind(s.IndexKind) <= core.IndexSlot {
+		if alike || kv.IndexKind(s.IndexKind) <= kv.IndexSlot {
 			s.NumBlocks = 0
 		}
 		if alike {

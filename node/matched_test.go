@@ -12,6 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -223,7 +224,7 @@ func TestSumOfRegions(t *testing.T) {
 		}
 	}
 	ring := base
-	ring.IndexKind, ring.Tokens = uint32(core.Ring(6)), 0
+	ring.IndexKind, ring.Tokens = uint32(kv.Ring(6)), 0
 	other := ring
 	other.NumBlocks++
 	if sumOf([]wire.Shape{ring}, false) == sumOf([]wire.Shape{other}, false) {
@@ -306,7 +307,7 @@ func TestManyRegionsWait(t *testing.T) {
 	p := &busyP{answer: hello, other: table.long}
 	to := testConfig(RoleDecode)
 	f := &finder{cfg: &to, log: zap.NewNop(), clock: systemClock{}, bus: p, peers: newPeerTable(), self: big, transports: p}
-	f.peers.matches.by[cachesKey{big, false, sumOf(nil, false)}] = &matched{match: new(core.Match)} // of that prefill agent
+	f.peers.matches.by[cachesKey{big, false, sumOf(nil, false)}] = &matched{match: new(kv.Match)} // of that prefill agent
 	if _, _, err := f.find(t.Context(), core.Target{}, nil); !errors.Is(err, errMet) || len(p.said) != 2 || p.said[0] != wire.AgainLater || p.said[1] != 0 {
 		t.Errorf("%v, after the answers %v", err, p.said)
 	}

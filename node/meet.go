@@ -13,6 +13,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/internal/sleep"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -25,7 +26,7 @@ type finder struct {
 	clock      core.Clock
 	bus        directory
 	peers      *peerTable
-	layout     *core.Layout
+	layout     *kv.Layout
 	self       *wire.Agent
 	transports ways
 	halves     *halves
@@ -134,7 +135,7 @@ func (f *finder) findRank(target core.Target) ([]core.FoundPart, error) {
 func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
 	ctx, cancel := context.WithTimeout(f.ctx, time.Duration(f.cfg.ConnectTimeout))
 	defer cancel()
-	target.TPRank, target.PPRank, target.Engine = 0, 0, core.Ranks{}
+	target.TPRank, target.PPRank, target.Engine = 0, 0, kv.Ranks{}
 	for {
 		found, err := f.meetEngine(ctx, target)
 		var resized *resizedError
@@ -156,18 +157,18 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 		return &refusedError{fmt.Sprintf("decode engine %q refuses prefill engine %q: %v", f.cfg.EngineID, first.EngineID, err)}
 	}
 	target.EngineID, target.DPRank, target.Engine = first.EngineID, first.DPRank, ranksOf(first)
-	meetings, err := core.Meetings(target.Engine, f.cfg.ranks(), f.cfg.rank())
+	meetings, err := kv.Meetings(target.Engine, f.cfg.ranks(), f.cfg.rank())
 	if err != nil {
 		return nil, refuse(err)
 	}
-	found, sources := make([]core.FoundPart, len(meetings)), make([]core.Source, len(meetings))
+	found, sources := make([]core.FoundPart, len(meetings)), make([]kv.Source, len(meetings))
 	sums, errs := make([][sha256.Size]byte, len(meetings)), make([]error, len(meetings))
 	var wg sync.WaitGroup
 	for i, m := range meetings {
 		to := target
 		to.TPRank, to.PPRank = m.Rank.TP, m.Rank.PP
 		var met *entry
-		if m.Rank == (core.Rank{}) {
+		if m.Rank == (kv.Rank{}) {
 			met = &entry{first, via}
 		}
 		wg.Add(1)
@@ -179,7 +180,7 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 					return err
 				}
 				found[i] = core.FoundPart{From: to, Share: m.Share, Peer: p.id, Opened: p.opened}
-				sources[i] = core.Source{Name: m.Rank.String(), Shapes: shapes(info)}
+				sources[i] = kv.Source{Name: m.Rank.String(), Shapes: shapes(info)}
 				sums[i] = sumOf(info.Shapes, true)
 				return nil
 			})
@@ -191,7 +192,7 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 			return nil, err
 		}
 	}
-	regions, err := core.Cover(f.layout.Shapes(), sources)
+	regions, err := kv.Cover(f.layout.Shapes(), sources)
 	if err != nil {
 		return nil, refuse(err)
 	}
@@ -216,7 +217,7 @@ func (f *finder) find(ctx context.Context, target core.Target, met *entry) (*pee
 	for {
 		p, info, err := f.meet(ctx, target, met)
 		var unanswered *unansweredError
-		if !errors.As(err, &unanswered) && !(target.Engine != core.Ranks{} && errors.Is(err, core.ErrNotRegistered)) {
+		if !errors.As(err, &unanswered) && !(target.Engine != kv.Ranks{} && errors.Is(err, core.ErrNotRegistered)) {
 			return p, info, err
 		}
 		met = nil
@@ -235,7 +236,7 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 		met = &entry{info, via}
 	}
 	info, via := met.agent, met.via
-	if n := ranksOf(info); target.Engine != (core.Ranks{}) && n != target.Engine {
+	if n := ranksOf(info); target.Engine != (kv.Ranks{}) && n != target.Engine {
 		return nil, nil, &resizedError{fmt.Sprintf("%s was restarted in an engine of %v, but the load was planned for an engine of %v", rankText(info), n, target.Engine)}
 	}
 	match, err := f.peers.fit(f.self, info, false)

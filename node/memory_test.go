@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -95,7 +96,7 @@ func TestMemoryThatGoes(t *testing.T) {
 			d.load("good", p.BootstrapAddress(), 7, 8)
 			d.want("good", core.OK)
 			p.want("good", core.OK)
-			same(t, p, []core.BlockID{3, 4}, d, []core.BlockID{7, 8})
+			same(t, p, []kv.BlockID{3, 4}, d, []kv.BlockID{7, 8})
 		})
 	})
 }

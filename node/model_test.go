@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // model is what engines of several ranks hold: of each layer the heads, or a latent
@@ -43,13 +44,13 @@ type rank struct {
 	layers, heads [2]int
 }
 
-func (m model) regions(c *Config) (regions []core.Region, cache []byte) {
+func (m model) regions(c *Config) (regions []kv.Region, cache []byte) {
 	layers, heads := m.holds(c)
 	n := heads[1] - heads[0]
 	block := modelTokens * n * modelItem
 	cache = make([]byte, (layers[1]-layers[0])*modelBlocks*block)
 	for l := layers[0]; l < layers[1]; l++ {
-		r := core.Region{Name: fmt.Sprint("L", l), Base: uint64(uintptr(unsafe.Pointer(&cache[(l-layers[0])*modelBlocks*block]))),
+		r := kv.Region{Name: fmt.Sprint("L", l), Base: uint64(uintptr(unsafe.Pointer(&cache[(l-layers[0])*modelBlocks*block]))),
 			BlockStride: uint64(block), BlockBytes: uint64(block), NumBlocks: modelBlocks,
 			Tokens: modelTokens, Heads: uint32(n), FirstHead: uint32(heads[0]), TotalHeads: uint32(max(1, m.Heads)),
 			TokenStride: uint64(n * modelItem), HeadStride: modelItem}
@@ -78,7 +79,7 @@ func (m model) open(t testing.TB, cfg Config) *rank {
 }
 
 // item is the bytes of a token and head of a block in a layer.
-func (r *rank) item(layer int, block core.BlockID, token, head int) []byte {
+func (r *rank) item(layer int, block kv.BlockID, token, head int) []byte {
 	n := r.heads[1] - r.heads[0]
 	at := ((layer-r.layers[0])*modelBlocks+int(block))*modelTokens*n*modelItem + (token*n+head-r.heads[0])*modelItem
 	if r.m.HND {
@@ -88,7 +89,7 @@ func (r *rank) item(layer int, block core.BlockID, token, head int) []byte {
 }
 
 // each calls f for all items of blocks, with what a request must have there.
-func (r *rank) each(salt int, blocks []core.BlockID, f func(item []byte, want [modelItem]byte, what string)) {
+func (r *rank) each(salt int, blocks []kv.BlockID, f func(item []byte, want [modelItem]byte, what string)) {
 	for l := r.layers[0]; l < r.layers[1]; l++ {
 		for i, b := range blocks {
 			for t := range modelTokens {
@@ -104,11 +105,11 @@ func (r *rank) each(salt int, blocks []core.BlockID, f func(item []byte, want [m
 	}
 }
 
-func (r *rank) paint(salt int, blocks ...core.BlockID) {
+func (r *rank) paint(salt int, blocks ...kv.BlockID) {
 	r.each(salt, blocks, func(item []byte, want [modelItem]byte, _ string) { copy(item, want[:]) })
 }
 
-func (r *rank) check(salt int, blocks ...core.BlockID) {
+func (r *rank) check(salt int, blocks ...kv.BlockID) {
 	r.t.Helper()
 	r.each(salt, blocks, func(item []byte, want [modelItem]byte, what string) {
 		if string(item) != string(want[:]) {
@@ -119,22 +120,22 @@ func (r *rank) check(salt int, blocks ...core.BlockID) {
 
 // rankConfig is the configuration of one rank of an engine. All ranks of a prefill engine
 // but the first join address.
-func rankConfig(role string, n core.Ranks, r core.Rank, address string) Config {
+func rankConfig(role string, n kv.Ranks, r kv.Rank, address string) Config {
 	c := testConfig(role)
 	c.TPSize, c.PPSize, c.TPRank, c.PPRank = n.TP, n.PP, r.TP, r.PP
 	c.JoinTimeout = Seconds(bound)
-	if role == RolePrefill && r != (core.Rank{}) {
+	if role == RolePrefill && r != (kv.Rank{}) {
 		c.BootstrapJoin = address
 	}
 	return c
 }
 
 // engine opens all ranks of one engine.
-func (m model) engine(t testing.TB, role string, n core.Ranks, change func(c *Config)) (ranks []*rank, address string) {
+func (m model) engine(t testing.TB, role string, n kv.Ranks, change func(c *Config)) (ranks []*rank, address string) {
 	t.Helper()
 	for pp := range n.PP {
 		for tp := range n.TP {
-			c := rankConfig(role, n, core.Rank{TP: tp, PP: pp}, address)
+			c := rankConfig(role, n, kv.Rank{TP: tp, PP: pp}, address)
 			if change != nil {
 				change(&c)
 			}
@@ -179,9 +180,9 @@ func from(address, engine string) core.Target {
 	return core.Target{Bootstrap: address, EngineID: engine, DPRank: -1}
 }
 
-func (r *rank) loadFrom(id core.TransferID, at core.Target, blocks ...core.BlockID) {
+func (r *rank) loadFrom(id core.TransferID, at core.Target, blocks ...kv.BlockID) {
 	r.t.Helper()
-	if _, err := r.StartLoad([]core.LoadRequest{{ID: id, From: at, Selection: core.Selection{Blocks: [][]core.BlockID{blocks}}}}); err != nil {
+	if _, err := r.StartLoad([]core.LoadRequest{{ID: id, From: at, Selection: kv.Selection{Blocks: [][]kv.BlockID{blocks}}}}); err != nil {
 		r.t.Fatal(err)
 	}
 }
@@ -196,7 +197,7 @@ func (r *rank) claimFrom(id core.TransferID, at core.Target) {
 // carry has one request go from all ranks to all, and looks at every item.
 func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.Target) {
 	t.Helper()
-	src, dst := []core.BlockID{4, 9, 2}, []core.BlockID{7, 3, 11}
+	src, dst := []kv.BlockID{4, 9, 2}, []kv.BlockID{7, 3, 11}
 	for _, p := range ps {
 		if p.paint(salt, src...); salt == 1 { // a part is there before any load
 			p.partial(id, 1, nil, src[:2]...)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/tcp"
@@ -18,10 +19,10 @@ import (
 var ErrTransport = errors.New("transport is not available")
 
 // openRDMA makes the rdma transport; an error says why there is none.
-type openRDMA func(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error)
+type openRDMA func(cfg rdma.Config, id core.AgentID, layout *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error)
 
 // openLocal makes the local transport; an error says why there is none.
-type openLocal func(cfg local.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Transport, error)
+type openLocal func(cfg local.Config, id core.AgentID, layout *kv.Layout, s core.Sink, signal core.Signal) (core.Transport, error)
 
 // opener opens transports over the registered memory.
 type opener struct {
@@ -38,7 +39,7 @@ type opener struct {
 
 // openAll adds the transports that the configuration names to t, the preferred one
 // first. On an error it has closed them.
-func (o *opener) openAll(t *transports, layout *core.Layout) error {
+func (o *opener) openAll(t *transports, layout *kv.Layout) error {
 	for _, name := range o.cfg.transports() {
 		w, err := o.open(name, layout, t.sink(name))
 		switch {
@@ -69,7 +70,7 @@ func (o *opener) openAll(t *transports, layout *core.Layout) error {
 	return nil
 }
 
-func (o *opener) open(name string, layout *core.Layout, to core.Sink) (core.Transport, error) {
+func (o *opener) open(name string, layout *kv.Layout, to core.Sink) (core.Transport, error) {
 	if err := o.cfg.confidential(name); err != nil {
 		return nil, err
 	}
@@ -108,7 +109,7 @@ func (o *opener) open(name string, layout *core.Layout, to core.Sink) (core.Tran
 }
 
 // local opens the transport between agents of one host.
-func (o *opener) local(layout *core.Layout, to core.Sink) (core.Transport, error) {
+func (o *opener) local(layout *kv.Layout, to core.Sink) (core.Transport, error) {
 	cfg := local.Config{
 		Listen: o.cfg.prefills(), ConnectTimeout: time.Duration(o.cfg.ConnectTimeout), StallTimeout: time.Duration(o.cfg.StallTimeout), Logger: o.log.Named(viaLocal),
 	}
@@ -119,7 +120,7 @@ func (o *opener) local(layout *core.Layout, to core.Sink) (core.Transport, error
 }
 
 // newLocal opens the local transport.
-func newLocal(cfg local.Config, _ core.AgentID, layout *core.Layout, s core.Sink, _ core.Signal) (core.Transport, error) {
+func newLocal(cfg local.Config, _ core.AgentID, layout *kv.Layout, s core.Sink, _ core.Signal) (core.Transport, error) {
 	w, err := local.New(cfg, layout, s)
 	if err != nil {
 		return nil, err // and no Transport that is nil within
@@ -128,6 +129,6 @@ func newLocal(cfg local.Config, _ core.AgentID, layout *core.Layout, s core.Sink
 }
 
 // newRDMA opens the rdma transport.
-func newRDMA(cfg rdma.Config, id core.AgentID, layout *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+func newRDMA(cfg rdma.Config, id core.AgentID, layout *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 	return rdma.New(cfg, id, layout, s, signal)
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -38,5 +39,5 @@ func TestLookupThatPanics(t *testing.T) {
 	d.load("second", p.BootstrapAddress(), 1)
 	d.want("second", core.OK)
 	p.want("second", core.OK)
-	same(t, p, []core.BlockID{2}, d, []core.BlockID{1})
+	same(t, p, []kv.BlockID{2}, d, []kv.BlockID{1})
 }

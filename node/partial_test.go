@@ -11,11 +11,12 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // fillLayer fills a layer's blocks as fill does; pos counts from the first of ids.
-func (s *side) fillLayer(salt byte, layer, pos int, ids ...core.BlockID) {
+func (s *side) fillLayer(salt byte, layer, pos int, ids ...kv.BlockID) {
 	for k, id := range ids {
 		for i, b := 0, s.block(layer, id); i < len(b); i++ {
 			b[i] = salt + byte(layer*31+(pos+k)*7+i*13)
@@ -23,9 +24,9 @@ func (s *side) fillLayer(salt byte, layer, pos int, ids ...core.BlockID) {
 	}
 }
 
-func (s *side) partial(id core.TransferID, ready uint32, regions []uint32, more ...core.BlockID) {
+func (s *side) partial(id core.TransferID, ready uint32, regions []uint32, more ...kv.BlockID) {
 	s.t.Helper()
-	if _, err := s.OfferPartial([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Regions: regions}}); err != nil {
+	if _, err := s.OfferPartial([]core.PartialOffer{{ID: id, Blocks: [][]kv.BlockID{more}, Ready: []uint32{ready}, Regions: regions}}); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -45,7 +46,7 @@ func (s *side) cancel(id core.TransferID) {
 }
 
 // arrives waits until a layer's block at D holds what P's does.
-func (s *side) arrives(layer int, at core.BlockID, from *side, block core.BlockID) {
+func (s *side) arrives(layer int, at kv.BlockID, from *side, block kv.BlockID) {
 	s.t.Helper()
 	want := from.block(layer, block)
 	for end := time.Now().Add(bound); !sameBytes(s.block(layer, at), want); time.Sleep(time.Millisecond) {
@@ -65,7 +66,7 @@ func TestPartialOffers(t *testing.T) { byEach(t, partialOffers) }
 
 func partialOffers(t *testing.T, transport, by string) {
 	p, d := open(t, forced(RolePrefill, transport)), open(t, forced(RoleDecode, transport))
-	src, dst := []core.BlockID{9, 3, 17, 4, 30}, []core.BlockID{5, 6, 2, 28, 1}
+	src, dst := []kv.BlockID{9, 3, 17, 4, 30}, []kv.BlockID{5, 6, 2, 28, 1}
 	d.load("t", p.BootstrapAddress(), dst...)
 	for n := range src {
 		p.partial("t", uint32(n), nil, src[n]) // of a block that is about to be computed
@@ -92,7 +93,7 @@ func partialOffers(t *testing.T, transport, by string) {
 	}
 }
 
-func checkBlocks(t *testing.T, p, d *side, src, dst []core.BlockID) {
+func checkBlocks(t *testing.T, p, d *side, src, dst []kv.BlockID) {
 	t.Helper()
 	for l := range layers {
 		for i := range src {
@@ -113,9 +114,9 @@ func TestWithdraw(t *testing.T) {
 	for k := range 40 {
 		id := core.TransferID(fmt.Sprint("t", k))
 		all := rnd.Perm(numBlocks)
-		take := func() (out []core.BlockID) {
+		take := func() (out []kv.BlockID) {
 			for _, b := range all[:n] {
-				out = append(out, core.BlockID(b))
+				out = append(out, kv.BlockID(b))
 			}
 			all = all[n:]
 			return out
@@ -124,7 +125,7 @@ func TestWithdraw(t *testing.T) {
 		if k%2 == 0 {
 			d.load(id, p.BootstrapAddress(), dst...)
 		}
-		var src []core.BlockID
+		var src []kv.BlockID
 		for try := range 3 {
 			src = take()
 			for i, done := 0, 0; i < n; i++ {
@@ -211,14 +212,14 @@ func TestWithdrawBesideWrongOnes(t *testing.T) {
 	d.load("t", p.BootstrapAddress(), 3)
 	d.want("t", core.OK)
 	p.want("t", core.OK)
-	same(t, p, []core.BlockID{2}, d, []core.BlockID{3})
+	same(t, p, []kv.BlockID{2}, d, []kv.BlockID{3})
 }
 
 // TestPartialOfferDecoderGone: P hears of it with its offer, and has its blocks back.
 func TestPartialOfferDecoderGone(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
-	src, dst := []core.BlockID{1, 2, 3}, []core.BlockID{4, 5, 6}
+	src, dst := []kv.BlockID{1, 2, 3}, []kv.BlockID{4, 5, 6}
 	d.load("t", p.BootstrapAddress(), dst...)
 	p.fill(1, src...)
 	p.partial("t", 1, nil, src...)
@@ -244,15 +245,15 @@ func TestWithdrawInFull(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = a.Close() })
 		s := &side{Agent: a, t: t, cache: make([]byte, 2*n*size), seen: map[core.TransferID]core.Report{}}
-		if err := a.RegisterKVCaches([]core.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&s.cache[0]))), BlockStride: size, BlockBytes: size, NumBlocks: 2 * n}}); err != nil {
+		if err := a.RegisterKVCaches([]kv.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&s.cache[0]))), BlockStride: size, BlockBytes: size, NumBlocks: 2 * n}}); err != nil {
 			t.Fatal(err)
 		}
 		sides[role] = s
 	}
 	p, d := sides[RolePrefill], sides[RoleDecode]
-	ids := func(first int) (out []core.BlockID) {
+	ids := func(first int) (out []kv.BlockID) {
 		for i := range n {
-			out = append(out, core.BlockID(first+i))
+			out = append(out, kv.BlockID(first+i))
 		}
 		return out
 	}

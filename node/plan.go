@@ -1,6 +1,9 @@
 package node
 
-import "github.com/kvconn/kvconn/core"
+import (
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
+)
 
 // mostListed is the most pieces of a transfer that a core.Cutter is given as a list. It cuts
 // larger plans itself, a window at a time. So what a peer makes of a transfer, by the blocks
@@ -35,13 +38,13 @@ func (t *transports) plan(op *core.WriteOp, v *core.Write) (err error) {
 
 // landing is where a load's bytes are to land.
 type landing struct {
-	match    *core.Match
-	to       core.Selection
+	match    *kv.Match
+	to       kv.Selection
 	pieces   int
-	segments []core.Segment // nil until a transport has wanted them
+	segments []kv.Segment // nil until a transport has wanted them
 }
 
-func newLanding(m *core.Match, to core.Selection) (*landing, error) {
+func newLanding(m *kv.Match, to kv.Selection) (*landing, error) {
 	n, err := m.Pieces(to, true)
 	return &landing{match: m, to: to, pieces: n}, err
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -16,14 +17,14 @@ func TestManyPieces(t *testing.T) {
 	const tokens = 64
 	p, d := openShaped(t, RolePrefill, tokens/2, 0, modelHeads, false), openShaped(t, RoleDecode, tokens, 0, modelHeads, true)
 	ofHeads := openShaped(t, RoleDecode, tokens, 1, modelHeads, true)
-	src, dst := []core.BlockID{1, 3, 2, 7, 0, 4, 6}, []core.BlockID{5, 2, 6, 0} // the last half block is behind the prompt
+	src, dst := []kv.BlockID{1, 3, 2, 7, 0, 4, 6}, []kv.BlockID{5, 2, 6, 0} // the last half block is behind the prompt
 	for _, s := range []*shapedSide{d, ofHeads} {
 		if n := len(src) * tokens * int(s.end-s.first); n <= mostListed { // each item is a piece
 			t.Fatalf("only %d pieces", n)
 		}
 	}
 	load := func(s *shapedSide, id core.TransferID) {
-		if _, err := s.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{dst}, Tokens: []uint32{4*tokens - 40}}}}); err != nil {
+		if _, err := s.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: kv.Selection{Blocks: [][]kv.BlockID{dst}, Tokens: []uint32{4*tokens - 40}}}}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/nettest"
 )
 
@@ -81,12 +82,12 @@ func runRole(role, address string) (string, error) {
 	}
 	if role == RolePrefill {
 		_, err := a.Announce([]core.TransferID{"announced"})
-		_, err2 := a.Offer([]core.OfferRequest{{ID: "offered", Selection: core.Selection{Blocks: [][]core.BlockID{{1, 2}}}}})
+		_, err2 := a.Offer([]core.OfferRequest{{ID: "offered", Selection: kv.Selection{Blocks: [][]kv.BlockID{{1, 2}}}}})
 		return a.BootstrapAddress(), errors.Join(err, err2)
 	}
 	from := core.Target{Bootstrap: address}
 	_, err = a.Claim([]core.ClaimRequest{{ID: "claimed", From: from}})
-	_, err2 := a.StartLoad([]core.LoadRequest{{ID: "loaded", From: from, Selection: core.Selection{Blocks: [][]core.BlockID{{1}}}}})
+	_, err2 := a.StartLoad([]core.LoadRequest{{ID: "loaded", From: from, Selection: kv.Selection{Blocks: [][]kv.BlockID{{1}}}}})
 	return "begun", errors.Join(err, err2)
 }
 

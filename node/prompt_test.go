@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -13,17 +14,17 @@ func TestAnotherPrompt(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	p.fill(1, 4, 5)
-	blocks := [][]core.BlockID{{4, 5}}
+	blocks := [][]kv.BlockID{{4, 5}}
 	offer := func(id core.TransferID, prompt uint64) {
 		t.Helper()
-		if _, err := p.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: blocks}, Prompt: prompt}}); err != nil {
+		if _, err := p.Offer([]core.OfferRequest{{ID: id, Selection: kv.Selection{Blocks: blocks}, Prompt: prompt}}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	load := func(id core.TransferID, prompt uint64) {
 		t.Helper()
 		from := core.Target{Bootstrap: p.BootstrapAddress()}
-		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: core.Selection{Blocks: [][]core.BlockID{{7, 9}}}, Prompt: prompt}}); err != nil {
+		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: kv.Selection{Blocks: [][]kv.BlockID{{7, 9}}}, Prompt: prompt}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -60,11 +61,11 @@ func TestAnotherPrompt(t *testing.T) {
 	offer("the same", ours)
 	load("the same", ours)
 	d.want("the same", core.OK)
-	same(t, p, blocks[0], d, []core.BlockID{7, 9})
+	same(t, p, blocks[0], d, []kv.BlockID{7, 9})
 }
 
 // clean checks that blocks of a layer were not written.
-func clean(t testing.TB, layer int, d *side, ids ...core.BlockID) {
+func clean(t testing.TB, layer int, d *side, ids ...kv.BlockID) {
 	t.Helper()
 	for _, id := range ids {
 		for _, b := range d.block(layer, id) {

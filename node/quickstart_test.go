@@ -35,7 +35,7 @@ func TestQuickstartCompiles(t *testing.T) {
 		}
 	}
 	for _, wrong := range []string{
-		`_ = core.LoadRequest{ID: "xfer-1", Blocks: [][]core.BlockID{{7, 3, 12}}}`, // of the Selection in it
+		`_ = core.LoadRequest{ID: "xfer-1", Blocks: [][]kv.BlockID{{7, 3, 12}}}`, // of the Selection in it
 		`_ = cfg.NoSuchKey`,
 		`agent.Open(`,
 	} {
@@ -58,7 +58,7 @@ func compilerOfSnippets(t *testing.T) func(body string) []error {
 			args = append(args, s.Key+"="+s.Value)
 		}
 	}
-	out, err := exec.CommandContext(t.Context(), "go", append(args, "fmt", "github.com/kvconn/kvconn/core", "github.com/kvconn/kvconn/node")...).Output()
+	out, err := exec.CommandContext(t.Context(), "go", append(args, "fmt", "github.com/kvconn/kvconn/core", "github.com/kvconn/kvconn/kv", "github.com/kvconn/kvconn/node")...).Output()
 	if err != nil {
 		var exit *exec.ExitError
 		if errors.As(err, &exit) {
@@ -75,7 +75,7 @@ func compilerOfSnippets(t *testing.T) func(body string) []error {
 	fset := token.NewFileSet()
 	packages := importer.ForCompiler(fset, "gc", func(path string) (io.ReadCloser, error) { return os.Open(exports[path]) })
 	return func(body string) (errs []error) {
-		text := head + "func calls(cfg node.Config, regions []core.Region) {\n//line snippet:1\n" + body + "\n}\n"
+		text := head + "func calls(cfg node.Config, regions []kv.Region) {\n//line snippet:1\n" + body + "\n}\n"
 		file, err := parser.ParseFile(fset, "snippet.go", text, parser.SkipObjectResolution)
 		if err != nil {
 			return []error{err}

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
 	"github.com/kvconn/kvconn/wire"
@@ -20,14 +21,14 @@ import (
 // nothing.
 func TestFirstRankRestarted(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 2}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 2}
 	port := freePort(t)
 	ps, address := m.engine(t, RolePrefill, two, func(c *Config) {
 		if soon(c); c.BootstrapJoin == "" {
 			c.BootstrapPort = port
 		}
 	})
-	ds, _ := m.engine(t, RoleDecode, core.Ranks{TP: 2, PP: 1}, soon)
+	ds, _ := m.engine(t, RoleDecode, kv.Ranks{TP: 2, PP: 1}, soon)
 	at := from(address, ps[0].cfg.EngineID)
 	carry(t, "a", 1, ps, ds, at)
 	for _, d := range ds {
@@ -49,7 +50,7 @@ func TestFirstRankRestarted(t *testing.T) {
 		t.Fatal(err)
 	}
 	ds[1].want("lost", core.Cancelled)
-	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
+	cfg := rankConfig(RolePrefill, two, kv.Rank{}, "")
 	cfg.BootstrapPort = port
 	soon(&cfg)
 	ps[0] = m.open(t, cfg)
@@ -63,11 +64,11 @@ func TestFirstRankRestarted(t *testing.T) {
 func TestEngineRestartedWithOtherRanks(t *testing.T) {
 	leaktest.Check(t)
 	m := model{2, 4, false}
-	ds, _ := m.engine(t, RoleDecode, core.Ranks{TP: 2, PP: 1}, func(c *Config) { soon(c); c.ConnectTimeout = Seconds(bound) })
+	ds, _ := m.engine(t, RoleDecode, kv.Ranks{TP: 2, PP: 1}, func(c *Config) { soon(c); c.ConnectTimeout = Seconds(bound) })
 	port := freePort(t)
 	address := fmt.Sprint("http://127.0.0.1:", port)
 	at := from(address, "engine-prefill")
-	for i, n := range []core.Ranks{{TP: 2, PP: 1}, {TP: 1, PP: 1}, {TP: 4, PP: 1}, {TP: 1, PP: 2}, {TP: 2, PP: 1}} {
+	for i, n := range []kv.Ranks{{TP: 2, PP: 1}, {TP: 1, PP: 1}, {TP: 4, PP: 1}, {TP: 1, PP: 2}, {TP: 2, PP: 1}} {
 		ps, _ := m.engine(t, RolePrefill, n, func(c *Config) { soon(c); c.BootstrapPort = port; c.JoinTimeout = Seconds(bound) })
 		for _, p := range ps {
 			if p.BootstrapAddress() != address {
@@ -98,23 +99,23 @@ func TestEngineRestartedWithOtherRanks(t *testing.T) {
 // ranks free their blocks, and GET /query forgets the killed rank.
 func TestRankKilled(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
-	pc := rankConfig(RolePrefill, two, core.Rank{}, "")
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
+	pc := rankConfig(RolePrefill, two, kv.Rank{}, "")
 	soon(&pc)
 	first := m.open(t, pc)
 	address := first.BootstrapAddress()
-	text, err := json.Marshal(rankConfig(RolePrefill, two, core.Rank{TP: 1}, address))
+	text, err := json.Marshal(rankConfig(RolePrefill, two, kv.Rank{TP: 1}, address))
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Setenv("KVCONN_TEST_CONFIG", string(text))
 	_, second := process(t, "rank", "", "")
-	ds, _ := m.engine(t, RoleDecode, core.One, soon)
+	ds, _ := m.engine(t, RoleDecode, kv.One, soon)
 	at := from(address, "engine-prefill")
 	ids := []core.TransferID{"a", "b", "c"}
 	for i, id := range ids {
 		announce(t, first.side, id)
-		ds[0].loadFrom(id, at, core.BlockID(i))
+		ds[0].loadFrom(id, at, kv.BlockID(i))
 	}
 	until(t, "both ranks have them", func() bool { return ds[0].Stats().LoadsWaiting == 2*len(ids) })
 	second.kill()
@@ -169,16 +170,16 @@ func (b *watchedBus) Request(ctx context.Context, via core.Via, to core.AgentID,
 // no proof that it is gone.
 func TestRanksLinkBreaks(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	patient := func(c *Config) { c.PeerTimeout = Seconds(bound / 2) }
-	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
+	cfg := rankConfig(RolePrefill, two, kv.Rank{}, "")
 	patient(&cfg)
 	first := m.open(t, cfg)
 	way := nettest.Forward(t, strings.TrimPrefix(first.BootstrapAddress(), "http://"))
-	cfg = rankConfig(RolePrefill, two, core.Rank{TP: 1}, "http://"+way.Addr())
+	cfg = rankConfig(RolePrefill, two, kv.Rank{TP: 1}, "http://"+way.Addr())
 	patient(&cfg)
 	ps := []*rank{first, m.open(t, cfg)}
-	ds, _ := m.engine(t, RoleDecode, core.One, patient)
+	ds, _ := m.engine(t, RoleDecode, kv.One, patient)
 	at := from(first.BootstrapAddress(), "engine-prefill")
 	d := ds[0]
 	bus := &watchedBus{Bus: d.bus, to: ps[1].ID()}

@@ -12,33 +12,34 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
 // TestRanks: engines of unequal ranks, each item looked at.
 func TestRanks(t *testing.T) {
 	for name, c := range map[string]struct {
-		p, d core.Ranks
+		p, d kv.Ranks
 		m    model
 	}{
-		"tp 1 to 2":             {core.One, core.Ranks{TP: 2, PP: 1}, model{3, 4, false}},
-		"tp 2 to 1":             {core.Ranks{TP: 2, PP: 1}, core.One, model{3, 4, false}},
-		"tp 2 to 1, HND":        {core.Ranks{TP: 2, PP: 1}, core.One, model{3, 4, true}},
-		"tp 2 to 2":             {core.Ranks{TP: 2, PP: 1}, core.Ranks{TP: 2, PP: 1}, model{3, 4, false}},
-		"tp 2 to 3":             {core.Ranks{TP: 2, PP: 1}, core.Ranks{TP: 3, PP: 1}, model{2, 6, false}},
-		"tp 3 to 2":             {core.Ranks{TP: 3, PP: 1}, core.Ranks{TP: 2, PP: 1}, model{2, 6, true}},
-		"tp 4 to 1":             {core.Ranks{TP: 4, PP: 1}, core.One, model{2, 8, false}},
-		"tp 4 to 1, two heads":  {core.Ranks{TP: 4, PP: 1}, core.One, model{2, 2, false}},
-		"tp 2 to 4, two heads":  {core.Ranks{TP: 2, PP: 1}, core.Ranks{TP: 4, PP: 1}, model{2, 2, false}},
-		"latent, tp 2 to 1":     {core.Ranks{TP: 2, PP: 1}, core.One, model{3, 0, false}},
-		"latent, tp 1 to 2":     {core.One, core.Ranks{TP: 2, PP: 1}, model{3, 0, false}},
-		"latent, tp 2 to 3":     {core.Ranks{TP: 2, PP: 1}, core.Ranks{TP: 3, PP: 1}, model{2, 0, false}},
-		"pp 2 to 1":             {core.Ranks{TP: 1, PP: 2}, core.One, model{5, 2, false}},
-		"pp 1 to 2":             {core.One, core.Ranks{TP: 1, PP: 2}, model{5, 2, false}},
-		"pp 2 to 2":             {core.Ranks{TP: 1, PP: 2}, core.Ranks{TP: 1, PP: 2}, model{4, 2, false}},
-		"tp 2 pp 2 to tp 4":     {core.Ranks{TP: 2, PP: 2}, core.Ranks{TP: 4, PP: 1}, model{4, 8, false}},
-		"tp 2 to tp 1 pp 3":     {core.Ranks{TP: 2, PP: 1}, core.Ranks{TP: 1, PP: 3}, model{3, 2, false}},
-		"one to one, as before": {core.One, core.One, model{2, 2, false}},
+		"tp 1 to 2":             {kv.One, kv.Ranks{TP: 2, PP: 1}, model{3, 4, false}},
+		"tp 2 to 1":             {kv.Ranks{TP: 2, PP: 1}, kv.One, model{3, 4, false}},
+		"tp 2 to 1, HND":        {kv.Ranks{TP: 2, PP: 1}, kv.One, model{3, 4, true}},
+		"tp 2 to 2":             {kv.Ranks{TP: 2, PP: 1}, kv.Ranks{TP: 2, PP: 1}, model{3, 4, false}},
+		"tp 2 to 3":             {kv.Ranks{TP: 2, PP: 1}, kv.Ranks{TP: 3, PP: 1}, model{2, 6, false}},
+		"tp 3 to 2":             {kv.Ranks{TP: 3, PP: 1}, kv.Ranks{TP: 2, PP: 1}, model{2, 6, true}},
+		"tp 4 to 1":             {kv.Ranks{TP: 4, PP: 1}, kv.One, model{2, 8, false}},
+		"tp 4 to 1, two heads":  {kv.Ranks{TP: 4, PP: 1}, kv.One, model{2, 2, false}},
+		"tp 2 to 4, two heads":  {kv.Ranks{TP: 2, PP: 1}, kv.Ranks{TP: 4, PP: 1}, model{2, 2, false}},
+		"latent, tp 2 to 1":     {kv.Ranks{TP: 2, PP: 1}, kv.One, model{3, 0, false}},
+		"latent, tp 1 to 2":     {kv.One, kv.Ranks{TP: 2, PP: 1}, model{3, 0, false}},
+		"latent, tp 2 to 3":     {kv.Ranks{TP: 2, PP: 1}, kv.Ranks{TP: 3, PP: 1}, model{2, 0, false}},
+		"pp 2 to 1":             {kv.Ranks{TP: 1, PP: 2}, kv.One, model{5, 2, false}},
+		"pp 1 to 2":             {kv.One, kv.Ranks{TP: 1, PP: 2}, model{5, 2, false}},
+		"pp 2 to 2":             {kv.Ranks{TP: 1, PP: 2}, kv.Ranks{TP: 1, PP: 2}, model{4, 2, false}},
+		"tp 2 pp 2 to tp 4":     {kv.Ranks{TP: 2, PP: 2}, kv.Ranks{TP: 4, PP: 1}, model{4, 8, false}},
+		"tp 2 to tp 1 pp 3":     {kv.Ranks{TP: 2, PP: 1}, kv.Ranks{TP: 1, PP: 3}, model{3, 2, false}},
+		"one to one, as before": {kv.One, kv.One, model{2, 2, false}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			leaktest.Check(t)
@@ -111,7 +112,7 @@ func shown(t testing.TB, address string) map[string]int {
 // Their numbers need not follow each other.
 func TestDPRanks(t *testing.T) {
 	leaktest.Check(t)
-	m, n := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, n := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	address := ""
 	engines := map[int][]*rank{}
 	for _, dp := range []int{6, 2} {
@@ -125,7 +126,7 @@ func TestDPRanks(t *testing.T) {
 			address = engines[dp][0].BootstrapAddress()
 		}
 	}
-	ds, _ := m.engine(t, RoleDecode, core.One, nil)
+	ds, _ := m.engine(t, RoleDecode, kv.One, nil)
 	if got, want := shown(t, address), map[string]int{"2 e-dp2": 2, "6 e-dp6": 2}; !reflect.DeepEqual(got, want) {
 		t.Fatalf("/query has %v, want %v", got, want)
 	}
@@ -152,8 +153,8 @@ func TestDPRanks(t *testing.T) {
 // TestRanksThatDoNotBelong: a rank that contradicts the first rank is not registered there.
 func TestRanksThatDoNotBelong(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
-	first := m.open(t, rankConfig(RolePrefill, two, core.Rank{}, ""))
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
+	first := m.open(t, rankConfig(RolePrefill, two, kv.Rank{}, ""))
 	address := first.BootstrapAddress()
 	alone := open(t, testConfig(RolePrefill))
 	for what, c := range map[string]struct {
@@ -172,7 +173,7 @@ func TestRanksThatDoNotBelong(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			first.cfg.Model = "qwen"
 			m.refused(t, c.says, func() Config {
-				cfg := rankConfig(RolePrefill, two, core.Rank{TP: 1}, address)
+				cfg := rankConfig(RolePrefill, two, kv.Rank{TP: 1}, address)
 				c.change(&cfg)
 				return cfg
 			})
@@ -199,17 +200,17 @@ func notOurs(t *testing.T) string {
 // wait for all of them.
 func TestRanksComeInAnyOrder(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	port := freePort(t)
 	address := fmt.Sprint("http://127.0.0.1:", port)
 	second := make(chan *rank)
-	go func() { second <- m.open(t, rankConfig(RolePrefill, two, core.Rank{TP: 1}, address)) }()
-	ds, _ := m.engine(t, RoleDecode, core.One, func(c *Config) { c.ConnectTimeout = Seconds(minBound) })
+	go func() { second <- m.open(t, rankConfig(RolePrefill, two, kv.Rank{TP: 1}, address)) }()
+	ds, _ := m.engine(t, RoleDecode, kv.One, func(c *Config) { c.ConnectTimeout = Seconds(minBound) })
 	at := from(address, "engine-prefill")
 	ds[0].claimFrom("early", at) // there is nobody
 	ds[0].loadFrom("too early", at, 1)
 	ds[0].want("too early", core.Unreachable, address)
-	cfg := rankConfig(RolePrefill, two, core.Rank{}, "")
+	cfg := rankConfig(RolePrefill, two, kv.Rank{}, "")
 	cfg.BootstrapPort = port
 	ps := []*rank{m.open(t, cfg), <-second}
 	carry(t, "early", 2, ps, ds, at) // claimed again, which is no error
@@ -219,11 +220,11 @@ func TestRanksComeInAnyOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	until(t, "it is gone", func() bool { return shown(t, address)["0 engine-prefill"] == 1 })
-	fresh, _ := m.engine(t, RoleDecode, core.One, func(c *Config) { c.ConnectTimeout = Seconds(bound) })
+	fresh, _ := m.engine(t, RoleDecode, kv.One, func(c *Config) { c.ConnectTimeout = Seconds(bound) })
 	fresh[0].loadFrom("late", at, 7, 3)
 	ps[0].paint(5, 1, 2)
 	ps[0].offer("late", 1, 2)
-	ps[1] = m.open(t, rankConfig(RolePrefill, two, core.Rank{TP: 1}, address))
+	ps[1] = m.open(t, rankConfig(RolePrefill, two, kv.Rank{TP: 1}, address))
 	ps[1].paint(5, 1, 2)
 	ps[1].offer("late", 1, 2)
 	fresh[0].want("late", core.OK)

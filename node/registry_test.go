@@ -11,6 +11,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
 	"github.com/kvconn/kvconn/wire"
@@ -52,7 +53,7 @@ func TestRegistryOfAnotherVersion(t *testing.T) {
 	load := func(id core.TransferID) core.Report {
 		t.Helper()
 		from := core.Target{Bootstrap: "http://127.0.0.1:1", EngineID: "p", DPRank: -1}
-		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: core.Selection{Blocks: [][]core.BlockID{{1}}}}}); err != nil {
+		if _, err := d.StartLoad([]core.LoadRequest{{ID: id, From: from, Selection: kv.Selection{Blocks: [][]kv.BlockID{{1}}}}}); err != nil {
 			t.Fatal(err)
 		}
 		return d.report(id)

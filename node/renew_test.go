@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -37,7 +38,7 @@ func TestWayIsNotThere(t *testing.T) {
 				}
 			}
 			if c.partial {
-				if _, err := p.OfferPartial([]core.PartialOffer{{ID: "t", Blocks: [][]core.BlockID{{5, 6}}, Ready: []uint32{1}}}); err != nil {
+				if _, err := p.OfferPartial([]core.PartialOffer{{ID: "t", Blocks: [][]kv.BlockID{{5, 6}}, Ready: []uint32{1}}}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -51,7 +52,7 @@ func TestWayIsNotThere(t *testing.T) {
 					t.Errorf("%s went by %q", r.Side, r.Transport)
 				}
 			}
-			same(t, p.side, []core.BlockID{5, 6}, d.side, []core.BlockID{1, 2})
+			same(t, p.side, []kv.BlockID{5, 6}, d.side, []kv.BlockID{1, 2})
 			if s := d.Stats(); s.Transports[viaRDMA].Fallbacks[why.Error()] != 1 {
 				t.Errorf("decode counts %+v", s.Transports[viaRDMA])
 			}

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -32,7 +33,7 @@ func TestReplay(t *testing.T) {
 	id := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t-", i)) }
 	const n = 60
 	for i := range n {
-		block := core.BlockID(i % numBlocks)
+		block := kv.BlockID(i % numBlocks)
 		if i%3 == 0 {
 			announce(t, p, id(i))
 		}
@@ -40,7 +41,7 @@ func TestReplay(t *testing.T) {
 			d.claim(p.BootstrapAddress(), id(i))
 		}
 		if i%6 == 3 {
-			part := core.PartialOffer{ID: id(i), Blocks: [][]core.BlockID{{block}}, Ready: []uint32{1}}
+			part := core.PartialOffer{ID: id(i), Blocks: [][]kv.BlockID{{block}}, Ready: []uint32{1}}
 			if _, err := p.OfferPartial([]core.PartialOffer{part}); err != nil {
 				t.Fatal(err)
 			}
@@ -58,10 +59,10 @@ func TestReplay(t *testing.T) {
 		}
 	}
 	for i := range n {
-		if _, err := p.Offer([]core.OfferRequest{{ID: id(i), Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}}}); err != nil {
+		if _, err := p.Offer([]core.OfferRequest{{ID: id(i), Selection: kv.Selection{Blocks: [][]kv.BlockID{{kv.BlockID(i % numBlocks)}}}}}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := p.Offer([]core.OfferRequest{{ID: id(i), Selection: core.Selection{Blocks: [][]core.BlockID{{99}}}}}); err == nil {
+		if _, err := p.Offer([]core.OfferRequest{{ID: id(i), Selection: kv.Selection{Blocks: [][]kv.BlockID{{99}}}}}); err == nil {
 			t.Fatal("a block that is not there is taken")
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -35,7 +36,7 @@ func TestStormOfWaitingRevokes(t *testing.T) {
 	var list []core.LoadRequest
 	for i := range loads {
 		ids = append(ids, id(i))
-		list = append(list, core.LoadRequest{ID: id(i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i % numBlocks)}}}})
+		list = append(list, core.LoadRequest{ID: id(i), From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{kv.BlockID(i % numBlocks)}}}})
 	}
 	if _, err := d.StartLoad(list); err != nil {
 		t.Fatal(err)

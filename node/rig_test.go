@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/freeport"
+	"github.com/kvconn/kvconn/kv"
 )
 
 const (
@@ -30,10 +31,10 @@ type side struct {
 	seen  map[core.TransferID]core.Report
 }
 
-func regions(cache []byte) []core.Region {
-	out := make([]core.Region, layers)
+func regions(cache []byte) []kv.Region {
+	out := make([]kv.Region, layers)
 	for l := range out {
-		out[l] = core.Region{Name: fmt.Sprint("layer.", l), Base: uint64(uintptr(unsafe.Pointer(&cache[l*numBlocks*blockBytes]))),
+		out[l] = kv.Region{Name: fmt.Sprint("layer.", l), Base: uint64(uintptr(unsafe.Pointer(&cache[l*numBlocks*blockBytes]))),
 			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}
 	}
 	return out
@@ -82,12 +83,12 @@ func (s *side) nameOf(d *side) core.AgentID {
 var derivedNames sync.Map // of pairs of agents' own ids
 
 // block is one block's bytes in a layer.
-func (s *side) block(layer int, id core.BlockID) []byte {
+func (s *side) block(layer int, id kv.BlockID) []byte {
 	off := (layer*numBlocks + int(id)) * blockBytes
 	return s.cache[off : off+blockBytes]
 }
 
-func (s *side) fill(salt byte, ids ...core.BlockID) {
+func (s *side) fill(salt byte, ids ...kv.BlockID) {
 	for l := range layers {
 		for pos, id := range ids {
 			for i, b := 0, s.block(l, id); i < len(b); i++ {
@@ -97,16 +98,16 @@ func (s *side) fill(salt byte, ids ...core.BlockID) {
 	}
 }
 
-func (s *side) offer(id core.TransferID, ids ...core.BlockID) {
+func (s *side) offer(id core.TransferID, ids ...kv.BlockID) {
 	s.t.Helper()
-	if _, err := s.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}}); err != nil {
+	if _, err := s.Offer([]core.OfferRequest{{ID: id, Selection: kv.Selection{Blocks: [][]kv.BlockID{ids}}}}); err != nil {
 		s.t.Fatal(err)
 	}
 }
 
-func (s *side) load(id core.TransferID, from string, ids ...core.BlockID) {
+func (s *side) load(id core.TransferID, from string, ids ...kv.BlockID) {
 	s.t.Helper()
-	if _, err := s.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: from}, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}}); err != nil {
+	if _, err := s.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: from}, Selection: kv.Selection{Blocks: [][]kv.BlockID{ids}}}}); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -165,7 +166,7 @@ func (s *side) knows(offers int) {
 	until(s.t, fmt.Sprintf("prefill knows %d transfers", offers), func() bool { return s.Stats().OffersUnderWay == offers })
 }
 
-func same(t testing.TB, p *side, src []core.BlockID, d *side, dst []core.BlockID) {
+func same(t testing.TB, p *side, src []kv.BlockID, d *side, dst []kv.BlockID) {
 	t.Helper()
 	for l := range layers {
 		for i := range src {

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -42,7 +42,7 @@ func ask(t testing.TB, method, url, body, token string) (int, string) {
 // TestRouteOfAgents: SGLang's routes answer for the ranks that are registered here,
 // from the first to the last, and no longer.
 func TestRouteOfAgents(t *testing.T) {
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	for name, host := range map[string]bool{"a port without caches": true, "the port of the first rank": false} {
 		t.Run(name, func(t *testing.T) {
 			leaktest.Check(t)
@@ -58,7 +58,7 @@ func TestRouteOfAgents(t *testing.T) {
 							t.Fatalf("with %d ranks: %d %s", len(ps), code, body)
 						}
 					}
-					cfg := rankConfig(RolePrefill, two, core.Rank{TP: tp}, address)
+					cfg := rankConfig(RolePrefill, two, kv.Rank{TP: tp}, address)
 					cfg.DPSize, cfg.DPRank, cfg.EngineID, cfg.BlockTokens, cfg.DType = 2, dp, fmt.Sprint("dp", dp), 4, "bfloat16"
 					cfg.RouteInfo = json.RawMessage(`{ "follow_bootstrap_room": false, "prefill_http_port": 30000 }`)
 					cfg.BootstrapJoin = address
@@ -121,7 +121,7 @@ func TestRouteToken(t *testing.T) {
 		t.Fatalf("%d %s", code, body)
 	}
 	m := model{2, 2, false}
-	m.engine(t, RolePrefill, core.One, joins(address, func(c *Config) { c.NATSToken = theToken }))
+	m.engine(t, RolePrefill, kv.One, joins(address, func(c *Config) { c.NATSToken = theToken }))
 	if code, body := ask(t, "PUT", address+"/route", row, theToken); code != 200 { // with the token
 		t.Fatalf("%d %s", code, body)
 	}
@@ -133,7 +133,7 @@ func TestRouteToken(t *testing.T) {
 // TestRouteAfterARestart: ranks that come back bring their route_info.
 func TestRouteAfterARestart(t *testing.T) {
 	leaktest.Check(t)
-	m, two := model{2, 4, false}, core.Ranks{TP: 2, PP: 1}
+	m, two := model{2, 4, false}, kv.Ranks{TP: 2, PP: 1}
 	port := freePort(t)
 	h := openHost(t, port)
 	address := h.BootstrapAddress()

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -14,8 +14,8 @@ import (
 func TestModelsAreComparedByFingerprint(t *testing.T) {
 	agent := func(model, fingerprint string, facts map[string]string) *wire.Agent {
 		c := Config{Model: model, Fingerprint: fingerprint, MustMatch: facts}
-		a := describe(&c, "a", &core.Layout{}, nil, nil)
-		describeShapes(a, []core.Shape{{Name: "layer.0", BlockStride: 64, BlockBytes: 64, NumBlocks: 4}})
+		a := describe(&c, "a", &kv.Layout{}, nil, nil)
+		describeShapes(a, []kv.Shape{{Name: "layer.0", BlockStride: 64, BlockBytes: 64, NumBlocks: 4}})
 		return a
 	}
 	eagle := map[string]string{"speculative": "eagle", "backend": "A"}

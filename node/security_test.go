@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
 )
@@ -43,7 +44,7 @@ func transfer(t testing.TB, p, d *side, id core.TransferID, from string) {
 	d.load(id, from, 4)
 	d.want(id, core.OK)
 	p.want(id, core.OK)
-	same(t, p, []core.BlockID{3}, d, []core.BlockID{4})
+	same(t, p, []kv.BlockID{3}, d, []kv.BlockID{4})
 }
 
 // Everything at once: TLS on the bootstrap port, a token from a file on one

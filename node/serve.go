@@ -13,6 +13,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/ratelog"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -139,7 +140,7 @@ func (s *server) load(from core.AgentID, account core.Account, l *wire.Load) *wi
 	if len(l.Regions) == 0 {
 		l.Regions = nil // all
 	}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Account: account, Grant: mark(l.Transport, l.Grant), Selection: core.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out.match}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Account: account, Grant: mark(l.Transport, l.Grant), Selection: kv.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out.match}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -106,7 +107,7 @@ func TestSharedProcesses(t *testing.T) {
 		d.load("offered", address, 3, 4)
 		r := d.want("offered", core.OK)
 		for l := range layers {
-			for _, id := range []core.BlockID{3, 4} {
+			for _, id := range []kv.BlockID{3, 4} {
 				for i, b := range d.block(l, id) {
 					if b != 7 {
 						t.Fatalf("layer %d, block %d, byte %d is %d", l, id, i, b)
@@ -153,7 +154,7 @@ func TestFreedWhileRegistered(t *testing.T) {
 func TestNotRegistered(t *testing.T) {
 	leaktest.Check(t)
 	cache := shared(t)
-	a, err := Open(forced(RoleDecode, viaRDMA), Options{rdma: func(rdma.Config, core.AgentID, *core.Layout, core.Sink, core.Signal) (core.Signaller, error) {
+	a, err := Open(forced(RoleDecode, viaRDMA), Options{rdma: func(rdma.Config, core.AgentID, *kv.Layout, core.Sink, core.Signal) (core.Signaller, error) {
 		return nil, errors.New("no device")
 	}})
 	if err != nil {

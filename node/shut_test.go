@@ -14,6 +14,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -187,7 +188,7 @@ func fenceLate(t *testing.T) *fencesLate {
 	d := twinnedOver(t, n, cfg, nil, nil)
 	list, at := regions(p.cache), e.Alloc(layers*numBlocks*blockBytes)
 	for i := range list {
-		list[i].Base, list[i].Memory = uint64(at)+uint64(i*numBlocks*blockBytes), core.DeviceMemory(0)
+		list[i].Base, list[i].Memory = uint64(at)+uint64(i*numBlocks*blockBytes), kv.DeviceMemory(0)
 	}
 	if err := d.RegisterKVCaches(list); err != nil {
 		t.Fatal(err)

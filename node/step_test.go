@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -73,9 +74,9 @@ func atOnce(written func() []uint32) func() []Written {
 	}
 }
 
-func (s *side) offerStep(id core.TransferID, ready, computing uint32, p *pass, more ...core.BlockID) {
+func (s *side) offerStep(id core.TransferID, ready, computing uint32, p *pass, more ...kv.BlockID) {
 	s.t.Helper()
-	if _, err := s.OfferPartialStep([]core.PartialOffer{{ID: id, Blocks: [][]core.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, atOnce(p.written)); err != nil {
+	if _, err := s.OfferPartialStep([]core.PartialOffer{{ID: id, Blocks: [][]kv.BlockID{more}, Ready: []uint32{ready}, Computing: []uint32{computing}}}, atOnce(p.written)); err != nil {
 		s.t.Fatal(err)
 	}
 }
@@ -84,7 +85,7 @@ func (s *side) offerStep(id core.TransferID, ready, computing uint32, p *pass, m
 func TestLayersOfAStep(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
-	src, dst := []core.BlockID{9, 3, 17}, []core.BlockID{5, 6, 2}
+	src, dst := []kv.BlockID{9, 3, 17}, []kv.BlockID{5, 6, 2}
 	d.load("t", p.BootstrapAddress(), dst...)
 	for n := range src {
 		var forward pass
@@ -137,7 +138,7 @@ func TestStepThatIsRefused(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	var forward pass
-	part := core.PartialOffer{ID: "t", Blocks: [][]core.BlockID{{1}}, Ready: []uint32{0}, Computing: []uint32{2}}
+	part := core.PartialOffer{ID: "t", Blocks: [][]kv.BlockID{{1}}, Ready: []uint32{0}, Computing: []uint32{2}}
 	for _, c := range []struct {
 		at   *side
 		part core.PartialOffer
@@ -181,13 +182,13 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 		func() { p.cancel("nobody's") },
 	}
 	for n, call := range calls {
-		id, src, dst := core.TransferID(fmt.Sprintf("t%d", n)), core.BlockID(9+n), core.BlockID(2+n)
+		id, src, dst := core.TransferID(fmt.Sprintf("t%d", n)), kv.BlockID(9+n), kv.BlockID(2+n)
 		d.load(id, p.BootstrapAddress(), dst)
 		for l := range layers {
 			p.fillLayer(7, l, n, src)
 		}
 		said := []uint32{0}
-		p.unseenStep(&said, core.PartialOffer{ID: id, Blocks: [][]core.BlockID{{src}}, Ready: []uint32{0}, Computing: []uint32{1}})
+		p.unseenStep(&said, core.PartialOffer{ID: id, Blocks: [][]kv.BlockID{{src}}, Ready: []uint32{0}, Computing: []uint32{1}})
 		call()
 		d.arrives(layers-1, dst, p, src)
 		if got := d.block(0, dst); !bytes.Equal(got, make([]byte, len(got))) {
@@ -208,7 +209,7 @@ func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 		back, kept := core.TransferID(fmt.Sprintf("back%d", n)), core.TransferID(fmt.Sprintf("kept%d", n))
 		var parts []core.PartialOffer
 		for k, id := range []core.TransferID{back, kept} {
-			src, dst := core.BlockID(9+2*n+k), core.BlockID(2+2*n+k)
+			src, dst := kv.BlockID(9+2*n+k), kv.BlockID(2+2*n+k)
 			p.fill(7, src)
 			d.load(id, p.BootstrapAddress(), dst)
 			p.partial(id, 1, []uint32{0}, src)
@@ -219,11 +220,11 @@ func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
 		var said []uint32
 		p.unseenStep(&said, parts...)
 		takeBack(back)
-		d.arrives(layers-1, core.BlockID(2+2*n+1), p, core.BlockID(9+2*n+1))
+		d.arrives(layers-1, kv.BlockID(2+2*n+1), p, kv.BlockID(9+2*n+1))
 		if sent := p.Stats().BytesPartial - before; sent != blockBytes {
 			t.Errorf("%d bytes were sent when %s was taken back, want the %d of %s", sent, back, blockBytes, kept)
 		}
-		p.offer(kept, core.BlockID(9+2*n+1))
+		p.offer(kept, kv.BlockID(9+2*n+1))
 		p.want(kept, core.OK)
 		d.want(kept, core.OK)
 	}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -64,7 +65,7 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	next.offer("third", 4)
 	d.load("third", address, 5)
 	d.want("third", core.OK)
-	same(t, next, []core.BlockID{4}, d, []core.BlockID{5})
+	same(t, next, []kv.BlockID{4}, d, []kv.BlockID{5})
 }
 
 func TestOpenedAt(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -45,7 +46,7 @@ func TestWhatStrangersAreTold(t *testing.T) {
 		return &wire.Request{Kind: wire.KindJoin, Join: &wire.Join{New: true, Agent: &wire.Agent{Version: wire.Version, ID: id, EngineID: "e", TPRank: tp, TPSize: 2, PPSize: 1, Joined: true}}}
 	}
 	for i, id := range []core.TransferID{"secret-0", "secret-1", "secret-2"} {
-		if _, err := a.Offer([]core.OfferRequest{{ID: id, Selection: core.Selection{Blocks: [][]core.BlockID{{core.BlockID(i + 1)}, {}}}}}); err != nil {
+		if _, err := a.Offer([]core.OfferRequest{{ID: id, Selection: kv.Selection{Blocks: [][]kv.BlockID{{kv.BlockID(i + 1)}, {}}}}}); err != nil {
 			t.Fatal(err)
 		}
 	}

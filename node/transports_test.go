@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/wire"
@@ -326,5 +327,5 @@ func TestIdAgainOnAnotherTransport(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	p.want("again", core.OK)
-	same(t, p.side, []core.BlockID{5}, d.side, []core.BlockID{9})
+	same(t, p.side, []kv.BlockID{5}, d.side, []kv.BlockID{9})
 }

@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/coretest"
@@ -185,7 +186,7 @@ func twinnedOver(t *testing.T, n *coretest.Network, cfg Config, lack error, cach
 		cfg.ConnectTimeout, patience = Seconds(3*bound), bound
 	}
 	name := strings.Split(cfg.Transport, ",")[0]
-	twin := func(id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	twin := func(id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 		if lack != nil {
 			return nil, lack
 		}
@@ -198,10 +199,10 @@ func twinnedOver(t *testing.T, n *coretest.Network, cfg Config, lack error, cach
 	}
 	opt := Options{
 		Logger: zap.New(seen), firstWait: patience,
-		rdma: func(_ rdma.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+		rdma: func(_ rdma.Config, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 			return twin(id, l, s, signal)
 		},
-		near: func(_ local.Config, id core.AgentID, l *core.Layout, s core.Sink, signal core.Signal) (core.Transport, error) {
+		near: func(_ local.Config, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Transport, error) {
 			return twin(id, l, s, signal)
 		},
 	}
@@ -250,7 +251,7 @@ func goesBy(t *testing.T, p, d *twinned, id core.TransferID, transport string) {
 			t.Fatalf("%s of %q went by %q, want %q; decode said %v", r.Side, id, r.Transport, transport, d.logs.All())
 		}
 	}
-	same(t, p.side, []core.BlockID{5, 6}, d.side, []core.BlockID{1, 2})
+	same(t, p.side, []kv.BlockID{5, 6}, d.side, []kv.BlockID{1, 2})
 }
 
 // changed is a bus whose replies come changed.

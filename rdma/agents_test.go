@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
@@ -140,7 +141,7 @@ func start(t *testing.T, c *control, id core.AgentID, blocks int, wrap func(core
 		s.sink = wrap(s.rec)
 	}
 	s.fill(0, blocks)
-	layout := &core.Layout{Regions: []core.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: uint32(blocks)}}}
+	layout := &kv.Layout{Regions: []kv.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: uint32(blocks)}}}
 	cfg := DefaultConfig()
 	cfg.ConnectTimeout, cfg.StallTimeout, cfg.MaxTransfers = 3*time.Second, 6*time.Second, 64
 	if c.config != nil {
@@ -269,7 +270,7 @@ func usable(t *testing.T, d, p *agent) {
 
 func (s *agent) expect(id core.TransferID, p *agent, from, n int) []byte {
 	s.t.Helper()
-	grant, err := s.tr.Expect(id, p.id, []core.Segment{{Offset: uint64(from) * blockBytes, Length: uint64(n) * blockBytes}})
+	grant, err := s.tr.Expect(id, p.id, []kv.Segment{{Offset: uint64(from) * blockBytes, Length: uint64(n) * blockBytes}})
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -280,7 +281,7 @@ func (s *agent) expect(id core.TransferID, p *agent, from, n int) []byte {
 func (s *agent) write(id core.TransferID, d *agent, grant []byte, src, dst, n int) {
 	op := core.WriteOp{ID: id, Peer: d.id, Grant: grant}
 	for i := range n {
-		op.Pairs = append(op.Pairs, core.Pair{SrcOffset: uint64(src+i) * blockBytes, DstOffset: uint64(dst+i) * blockBytes, Length: blockBytes})
+		op.Pairs = append(op.Pairs, kv.Pair{SrcOffset: uint64(src+i) * blockBytes, DstOffset: uint64(dst+i) * blockBytes, Length: blockBytes})
 	}
 	s.tr.Write(op)
 }

@@ -8,6 +8,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
@@ -16,7 +17,7 @@ import (
 // opener opens transports with so many queue pairs for a pair of ports, of such a
 // depth.
 func opener(pairs, depth int) coretest.RemoteOpener {
-	return func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
+	return func(id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
 		cfg := config(pairs, depth)
 		if os.Getenv("KVCONN_TEST_LOG") != "" {
 			cfg.Logger, _ = zap.NewDevelopment()
@@ -36,7 +37,7 @@ func config(pairs, depth int) rdma.Config {
 func fixture(open coretest.RemoteOpener) coretest.Fixture {
 	return coretest.Fixture{
 		BigBytes: 8 << 20,
-		Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport {
+		Open: func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) core.Transport {
 			tr, err := open(id, l, sink, signal)
 			if err != nil {
 				t.Fatal(err)

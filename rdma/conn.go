@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/invariants"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -47,7 +48,7 @@ type conn struct {
 	// Scratch of pump. Of all plans that are written to D no more pieces are held than window has.
 	chain  [maxChain]verbs.Write
 	pieces [maxChain * 4]verbs.SGE
-	window [maxChain]core.Pair
+	window [maxChain]kv.Pair
 }
 
 // pathKey names a pair of ports, by their place in each side's list.

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/seed"
@@ -19,7 +20,7 @@ func TestDealRandom(t *testing.T) {
 		table := chunkTable(t, n)
 		w := &write{bytes: uint64(n) * chunk}
 		jobs := 1 + rnd.IntN(6)
-		var window [4]core.Pair        // of all stripes
+		var window [4]kv.Pair          // of all stripes
 		written := make([][]int, jobs) // of each stripe: how often each page
 		marked := make([]bool, jobs)
 		for i := range jobs {
@@ -65,7 +66,7 @@ func TestDealRandom(t *testing.T) {
 				w.given += uint64(to-given) * chunk
 				g := gift{pairs: chunks(given, to, n)}
 				if rnd.IntN(2) == 0 {
-					g.plan = coretest.Planned(core.WriteOp{Pairs: g.pairs, At: []core.Extent{{Position: uint64(given) * chunk, Pairs: to - given}}}).Plan
+					g.plan = coretest.Planned(core.WriteOp{Pairs: g.pairs, At: []kv.Extent{{Position: uint64(given) * chunk, Pairs: to - given}}}).Plan
 				}
 				w.deal(g.split(weights))
 				given = to

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -45,7 +45,7 @@ const mostNamed = 3
 
 // regions names the regions that a stripe reads. The regions of the same names at the
 // peer are its other end.
-func (j *job) regions(layout *core.Layout) string {
+func (j *job) regions(layout *kv.Layout) string {
 	var names []string
 	for _, s := range j.cursor.given {
 		left := s.length + s.skip

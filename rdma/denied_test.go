@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -20,10 +21,10 @@ func deniedRig(t *testing.T) (cn *conn, l *lane, other, bad *write) {
 	t.Helper()
 	cn = newTestConn(t, 2)
 	cn.mends, cn.tells = true, true
-	cn.t.layout = &core.Layout{Regions: []core.Region{{Name: "a"}, {Name: "b"}, {Name: "c"}}}
+	cn.t.layout = &kv.Layout{Regions: []kv.Region{{Name: "a"}, {Name: "b"}, {Name: "c"}}}
 	l = cn.lanes[0]
 	other, bad = cn.testWrite("other", 7, l, 3), cn.testWrite("bad", 8, l, 3)
-	pairs := []core.Pair{{SrcRegion: 0, Length: 64}, {SrcRegion: 1, Length: 64}, {SrcRegion: 2, Length: 64}}
+	pairs := []kv.Pair{{SrcRegion: 0, Length: 64}, {SrcRegion: 1, Length: 64}, {SrcRegion: 2, Length: 64}}
 	bad.jobs[0].cursor.given = []stretch{{pairs: pairs, first: 1, skip: 4, length: 60}}
 	return cn, l, other, bad
 }
@@ -103,7 +104,7 @@ func TestPretouchNamesTheRegion(t *testing.T) {
 	}
 	defer func() { _ = unix.Munmap(mem) }()
 	base := uint64(uintptr(unsafe.Pointer(&mem[0])))
-	layout, err := core.NewLayout([]core.Region{
+	layout, err := kv.NewLayout([]kv.Region{
 		{Name: "a", Base: base, BlockStride: page, BlockBytes: page, NumBlocks: 4},
 		{Name: "b", Base: base + 4*page, BlockStride: page, BlockBytes: page, NumBlocks: 4},
 	})

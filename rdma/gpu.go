@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	defect "github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -56,7 +57,7 @@ type gpuRange struct {
 
 // gpuRanges are the ranges that hold a layout's regions on GPUs: each region by itself, unless
 // regions overlap. Then they lie in one allocation, which neighbours need not.
-func gpuRanges(l *core.Layout) (out []gpuRange) {
+func gpuRanges(l *kv.Layout) (out []gpuRange) {
 	for i, r := range regionRanges(l) {
 		if gpu, ok := l.Regions[i].Memory.Device(); ok {
 			out = append(out, gpuRange{r, gpu, l.Regions[i].Name})
@@ -203,7 +204,7 @@ func (t *Transport) checkGPUs() error {
 // gpuSet has a bit for each GPU.
 type gpuSet uint64
 
-func (t *Transport) gpusOf(segments []core.Segment) (s gpuSet) {
+func (t *Transport) gpusOf(segments []kv.Segment) (s gpuSet) {
 	if t.cfg.GPUs == nil {
 		return 0
 	}

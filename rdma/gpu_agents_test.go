@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
@@ -46,18 +47,18 @@ func openGPUAgent(t *testing.T, role, transport string, device int) *gpuAgent {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = a.Agent.Close() })
-	if err := a.RegisterKVCaches([]core.Region{{Name: "layer.0", Base: uint64(a.At), Memory: core.DeviceMemory(0), BlockStride: agentBytes, BlockBytes: agentBytes, NumBlocks: agentBlocks}}); err != nil {
+	if err := a.RegisterKVCaches([]kv.Region{{Name: "layer.0", Base: uint64(a.At), Memory: kv.DeviceMemory(0), BlockStride: agentBytes, BlockBytes: agentBytes, NumBlocks: agentBlocks}}); err != nil {
 		t.Fatal(err)
 	}
 	return a
 }
 
-func agentBlocksOf(first, n int) core.Selection {
-	ids := make([]core.BlockID, n)
+func agentBlocksOf(first, n int) kv.Selection {
+	ids := make([]kv.BlockID, n)
 	for i := range ids {
-		ids[i] = core.BlockID(first + i)
+		ids[i] = kv.BlockID(first + i)
 	}
-	return core.Selection{Blocks: [][]core.BlockID{ids}}
+	return kv.Selection{Blocks: [][]kv.BlockID{ids}}
 }
 
 // insists makes a call until the agent has ended what was begun before a sleep.

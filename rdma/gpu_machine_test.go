@@ -12,6 +12,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -31,11 +32,11 @@ func needsGPU(t *testing.T) *engine.Engine {
 }
 
 // onGPU opens transports over layouts whose regions lie on the device where holds says so.
-func onGPU(t *testing.T, l *core.Layout, holds func(region int) bool, open func(cfg rdma.Config) (core.Transport, error)) (core.Transport, error) {
+func onGPU(t *testing.T, l *kv.Layout, holds func(region int) bool, open func(cfg rdma.Config) (core.Transport, error)) (core.Transport, error) {
 	t.Helper()
 	for i := range l.Regions {
 		if holds(i) {
-			l.Regions[i].Memory = core.DeviceMemory(0)
+			l.Regions[i].Memory = kv.DeviceMemory(0)
 		}
 	}
 	d, err := devices.Open(l.Regions, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})
@@ -75,7 +76,7 @@ func TestGPUSuite(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			f := coretest.Fixture{BigBytes: 8 << 20, OnDevice: c.on,
 				Device: &coretest.Device{Holds: c.holds, Expose: func(file *os.File, size int) (uint64, error) { return uint64(e.Expose(file, size)), nil }}}
-			f.Open = func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport {
+			f.Open = func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) core.Transport {
 				holds := func(i int) bool { return (c.on == nil || c.on(id)) && c.holds(i) }
 				tr, err := onGPU(t, l, holds, func(cfg rdma.Config) (core.Transport, error) { return rdma.New(cfg, id, l, sink, signal) })
 				if err != nil {
@@ -99,7 +100,7 @@ const gpuBlock = 16 << 10
 // newGPUSide opens an agent over memory at an address.
 func newGPUSide(t *testing.T, b *board, id core.AgentID, name string, addr uintptr, bytes int, device bool, change func(*rdma.Config)) (*gpuSide, error) {
 	t.Helper()
-	l, err := core.NewLayout([]core.Region{{Name: name, Base: uint64(addr), BlockStride: gpuBlock, BlockBytes: gpuBlock, NumBlocks: uint32(bytes / gpuBlock)}})
+	l, err := kv.NewLayout([]kv.Region{{Name: name, Base: uint64(addr), BlockStride: gpuBlock, BlockBytes: gpuBlock, NumBlocks: uint32(bytes / gpuBlock)}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -130,9 +131,9 @@ func newGPUSide(t *testing.T, b *board, id core.AgentID, name string, addr uintp
 	return s, nil
 }
 
-func (s *gpuSide) blocks() (all []core.BlockID) {
+func (s *gpuSide) blocks() (all []kv.BlockID) {
 	for i := range s.bytes / gpuBlock {
-		all = append(all, core.BlockID(i))
+		all = append(all, kv.BlockID(i))
 	}
 	return all
 }
@@ -156,11 +157,11 @@ func gpuPair(t *testing.T, bytes int, from, to uintptr) (p, d *gpuSide) {
 func move(p, d *gpuSide, id core.TransferID) error {
 	p.t.Helper()
 	blocks := p.blocks()
-	grant, err := d.tr.Expect(id, p.id, d.layout.Segments([][]core.BlockID{blocks}))
+	grant, err := d.tr.Expect(id, p.id, d.layout.Segments([][]kv.BlockID{blocks}))
 	if err != nil {
 		return err
 	}
-	pairs, err := p.layout.Plan([][]core.BlockID{blocks}, d.layout.Shapes(), [][]core.BlockID{blocks})
+	pairs, err := p.layout.Plan([][]kv.BlockID{blocks}, d.layout.Shapes(), [][]kv.BlockID{blocks})
 	if err != nil {
 		p.t.Fatal(err)
 	}

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
@@ -62,11 +63,11 @@ func TestGPURevoke(t *testing.T) {
 	for i := range 5 {
 		e.Fill(to, bytes, 8)
 		id := core.TransferID(fmt.Sprint("revoked ", i))
-		grant, err := d.tr.Expect(id, p.id, d.layout.Segments([][]core.BlockID{blocks}))
+		grant, err := d.tr.Expect(id, p.id, d.layout.Segments([][]kv.BlockID{blocks}))
 		if err != nil {
 			t.Fatal(err)
 		}
-		pairs, err := p.layout.Plan([][]core.BlockID{blocks}, d.layout.Shapes(), [][]core.BlockID{blocks})
+		pairs, err := p.layout.Plan([][]kv.BlockID{blocks}, d.layout.Shapes(), [][]kv.BlockID{blocks})
 		if err != nil {
 			t.Fatal(err)
 		}

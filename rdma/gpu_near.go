@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Which cards a GPU's blocks go by: the nearest ones. Cards that are far from a GPU reach it by way
@@ -38,9 +38,9 @@ func readWord(sys fs.FS, pci, file string) string {
 
 // memoryOf is the memory in which the source of what a write is given lies. Where it lies in several,
 // that of the first piece counts.
-func (cn *conn) memoryOf(g *gift) core.Memory {
+func (cn *conn) memoryOf(g *gift) kv.Memory {
 	if cn.t.cfg.GPUs == nil {
-		return core.HostMemory
+		return kv.HostMemory
 	}
 	pairs := g.pairs
 	if g.plan != nil {
@@ -50,13 +50,13 @@ func (cn *conn) memoryOf(g *gift) core.Memory {
 		}
 	}
 	if len(pairs) == 0 {
-		return core.HostMemory
+		return kv.HostMemory
 	}
 	return cn.t.layout.Regions[pairs[0].SrcRegion].Memory
 }
 
 // nearTo is how near the port is to a memory of the agent's.
-func (p *localPort) nearTo(m core.Memory) distance {
+func (p *localPort) nearTo(m kv.Memory) distance {
 	if gpu, ok := m.Device(); ok {
 		return p.nearGPU[gpu]
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble"
@@ -24,9 +25,9 @@ type onDevices struct {
 func (o onDevices) Close() error { return errors.Join(o.Transport.Close(), o.devices.Close()) }
 
 // openOnGPU opens transports over layouts in device memory. A process that is stopped has much left to post.
-func openOnGPU(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
+func openOnGPU(id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
 	for i := range l.Regions {
-		l.Regions[i].Memory = core.DeviceMemory(0)
+		l.Regions[i].Memory = kv.DeviceMemory(0)
 	}
 	d, err := devices.Open(l.Regions, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})
 	if err != nil {

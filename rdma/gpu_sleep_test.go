@@ -6,6 +6,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
@@ -71,11 +72,11 @@ func gpuRenewed(t *testing.T, atP bool) {
 	goesOn("first")
 	registered := us.tr.Registrations()
 	blocks := p.blocks()
-	grant, err := d.tr.Expect("during", p.id, d.layout.Segments([][]core.BlockID{blocks}))
+	grant, err := d.tr.Expect("during", p.id, d.layout.Segments([][]kv.BlockID{blocks}))
 	if err != nil {
 		t.Fatal(err)
 	}
-	pairs, err := p.layout.Plan([][]core.BlockID{blocks}, d.layout.Shapes(), [][]core.BlockID{blocks})
+	pairs, err := p.layout.Plan([][]kv.BlockID{blocks}, d.layout.Shapes(), [][]kv.BlockID{blocks})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -106,7 +107,7 @@ func gpuRenewed(t *testing.T, atP bool) {
 		if err := d.usable(p.agent); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("usable: %v, want %q", err, says)
 		}
-		if _, err := d.tr.Expect("asleep", p.id, d.layout.Segments([][]core.BlockID{blocks})); err == nil || !strings.Contains(err.Error(), says) {
+		if _, err := d.tr.Expect("asleep", p.id, d.layout.Segments([][]kv.BlockID{blocks})); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("a transfer without memory: %v, want %q", err, says)
 		}
 	}

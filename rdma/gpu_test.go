@@ -9,19 +9,19 @@ import (
 	"testing/fstest"
 	"time"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // TestGPURanges: regions on GPUs become one range each, unless they overlap.
 func TestGPURanges(t *testing.T) {
-	region := func(name string, base uint64, blocks uint32, memory core.Memory) core.Region {
-		return core.Region{Name: name, Base: base, BlockStride: 200, BlockBytes: 100, NumBlocks: blocks, Memory: memory}
+	region := func(name string, base uint64, blocks uint32, memory kv.Memory) kv.Region {
+		return kv.Region{Name: name, Base: base, BlockStride: 200, BlockBytes: 100, NumBlocks: blocks, Memory: memory}
 	}
-	gpu0, gpu1 := core.DeviceMemory(0), core.DeviceMemory(1)
-	l := &core.Layout{Regions: []core.Region{
+	gpu0, gpu1 := kv.DeviceMemory(0), kv.DeviceMemory(1)
+	l := &kv.Layout{Regions: []kv.Region{
 		region("k", 1000, 3, gpu0), region("v", 1100, 3, gpu0), // every second block is the other's
 		region("next", 1600, 1, gpu0), // adjoins: it may be another allocation
-		region("host", 5000, 2, core.HostMemory),
+		region("host", 5000, 2, kv.HostMemory),
 		region("other", 500, 1, gpu1),
 	}}
 	want := []gpuRange{
@@ -96,11 +96,11 @@ func TestFarCards(t *testing.T) {
 		{port: far, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
 	}
 	for _, bytes := range []uint64{1 << 10, 1 << 20, 1 << 32} {
-		if w := cn.choose(lanes, bytes, core.DeviceMemory(0), time.Now()); w[0] <= 0 || w[1] != 0 {
+		if w := cn.choose(lanes, bytes, kv.DeviceMemory(0), time.Now()); w[0] <= 0 || w[1] != 0 {
 			t.Errorf("%d bytes of a GPU: weights %v", bytes, w)
 		}
 	}
-	if w := cn.choose(lanes, 1<<32, core.HostMemory, time.Now()); w[0] <= 0 || w[1] <= 0 {
+	if w := cn.choose(lanes, 1<<32, kv.HostMemory, time.Now()); w[0] <= 0 || w[1] <= 0 {
 		t.Errorf("host memory: weights %v", w)
 	}
 }

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"sort"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // memRange is a contiguous range of memory: Length bytes from address Base.
@@ -25,7 +25,7 @@ type keyRange struct {
 }
 
 // regionRanges is where a layout's regions lie in this process.
-func regionRanges(l *core.Layout) []memRange {
+func regionRanges(l *kv.Layout) []memRange {
 	out := make([]memRange, len(l.Regions))
 	for i := range l.Regions {
 		out[i] = memRange{l.Regions[i].Base, l.Regions[i].Extent()}
@@ -51,8 +51,8 @@ type keyedRegion struct {
 // from a peer, so nothing in them is believed; an error names the region or key. It
 // keeps keys.
 func newKeyTable(where string, regions []memRange, keys []keyRange) (*keyTable, error) {
-	if len(regions) > core.MaxRegions {
-		return nil, fmt.Errorf("%d regions %s, at most %d are supported", len(regions), where, core.MaxRegions)
+	if len(regions) > kv.MaxRegions {
+		return nil, fmt.Errorf("%d regions %s, at most %d are supported", len(regions), where, kv.MaxRegions)
 	}
 	end := uint64(0)
 	for i, k := range keys {

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func mustTable(t testing.TB, where string, regions []memRange, keys ...keyRange) *keyTable {
@@ -38,7 +38,7 @@ func TestKeyTableRefuses(t *testing.T) {
 		{"a key that wraps", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, top-0x1000+1, 1)}, "leaves the address space"},
 		{"keys out of order", []memRange{{0x1000, 8}}, []keyRange{key(0x2000, 8, 1), key(0x1000, 8, 1)}, "key 1 at the peer: 0x1000+8 begins before 0x2008, where the key before it ends"},
 		{"keys that overlap", []memRange{{0x1000, 8}}, []keyRange{key(0x1000, 8, 1), key(0x1007, 8, 1)}, "begins before"},
-		{"too many regions", make([]memRange, core.MaxRegions+1), nil, "65537 regions at the peer, at most 65536"},
+		{"too many regions", make([]memRange, kv.MaxRegions+1), nil, "65537 regions at the peer, at most 65536"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			_, err := newKeyTable("at the peer", c.regions, c.keys)

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
@@ -126,7 +127,7 @@ type agent struct {
 	id     core.AgentID
 	board  *board
 	mem    []byte
-	layout *core.Layout
+	layout *kv.Layout
 	sink   *coretest.Recorder
 	tr     *rdma.Transport
 	closed bool
@@ -166,7 +167,7 @@ func (b *board) openOn(t *testing.T, id core.AgentID, mem []byte, cfg rdma.Confi
 	t.Helper()
 	a := &agent{t: t, id: id, board: b, mem: mem, sink: coretest.NewRecorder(t, string(id))}
 	var err error
-	a.layout, err = core.NewLayout([]core.Region{{Name: "layer.0", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
+	a.layout, err = kv.NewLayout([]kv.Region{{Name: "layer.0", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
 		BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: poolBlocks}})
 	if err != nil {
 		t.Fatal(err)
@@ -260,25 +261,25 @@ func (a *agent) again(p *agent) time.Duration {
 // pause lies between two looks at something that nobody tells of.
 func pause(d time.Duration) { <-time.After(d) }
 
-func every() []core.BlockID {
-	out := make([]core.BlockID, poolBlocks)
+func every() []kv.BlockID {
+	out := make([]kv.BlockID, poolBlocks)
 	for i := range out {
-		out[i] = core.BlockID(i)
+		out[i] = kv.BlockID(i)
 	}
 	return out
 }
 
-func scattered(seed uint64, n int) []core.BlockID {
+func scattered(seed uint64, n int) []kv.BlockID {
 	out := every()
 	rand.New(rand.NewPCG(seed, 3)).Shuffle(len(out), func(i, j int) { out[i], out[j] = out[j], out[i] })
 	return out[:n]
 }
 
-func (a *agent) block(id core.BlockID) []byte {
+func (a *agent) block(id kv.BlockID) []byte {
 	return a.mem[int(id)*blockBytes:][:blockBytes]
 }
 
-func (a *agent) paint(transfer int, ids []core.BlockID) {
+func (a *agent) paint(transfer int, ids []kv.BlockID) {
 	for i, id := range ids {
 		copy(a.block(id), content(transfer, i))
 	}

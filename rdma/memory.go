@@ -16,8 +16,8 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/hostmem"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -53,10 +53,10 @@ type registry struct {
 	places places
 }
 
-func (r *registry) init(l *core.Layout, gpus GPUs) (err error) {
+func (r *registry) init(l *kv.Layout, gpus GPUs) (err error) {
 	r.regions = regionRanges(l)
 	for i, at := range r.regions {
-		if l.Regions[i].Memory == core.HostMemory {
+		if l.Regions[i].Memory == kv.HostMemory {
 			r.host = append(r.host, at)
 		}
 	}

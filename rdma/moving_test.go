@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // moving is a transfer that was begun.
@@ -17,7 +18,7 @@ type moving struct {
 	p, d     *agent
 	id       core.TransferID
 	n        int // names its content
-	src, dst []core.BlockID
+	src, dst []kv.BlockID
 	began    time.Time
 }
 
@@ -36,7 +37,7 @@ func beginPartial(p, d *agent, n, blocks, first int) (m *moving, extend func(fro
 	op := core.WriteOp{ID: m.id, Peer: d.id, Grant: grant, Bytes: uint64(blocks) * blockBytes}
 	of := func(from, to int) core.WriteOp {
 		op.Pairs = m.pairs(from, to)
-		op.At = []core.Extent{{Position: uint64(from) * blockBytes, Pairs: len(op.Pairs)}}
+		op.At = []kv.Extent{{Position: uint64(from) * blockBytes, Pairs: len(op.Pairs)}}
 		return op
 	}
 	p.tr.Write(of(0, first))
@@ -48,7 +49,7 @@ func prepare(p, d *agent, n, blocks int) (m *moving, grant []byte) {
 	m = &moving{p: p, d: d, id: core.TransferID(fmt.Sprint("transfer-", n)), n: n, src: scattered(uint64(n), blocks), dst: scattered(uint64(n)+1000, blocks)}
 	p.paint(n, m.src)
 	d.paint(0, every())
-	grant, err := d.tr.Expect(m.id, p.id, d.layout.Segments([][]core.BlockID{m.dst}))
+	grant, err := d.tr.Expect(m.id, p.id, d.layout.Segments([][]kv.BlockID{m.dst}))
 	if err != nil {
 		p.t.Fatal(err)
 	}
@@ -61,9 +62,9 @@ func (m *moving) write(grant []byte) {
 	m.p.tr.Write(core.WriteOp{ID: m.id, Peer: m.d.id, Grant: grant, Pairs: m.pairs(0, len(m.src))})
 }
 
-func (m *moving) pairs(from, to int) []core.Pair {
+func (m *moving) pairs(from, to int) []kv.Pair {
 	m.p.t.Helper()
-	pairs, err := m.p.layout.Plan([][]core.BlockID{m.src[from:to]}, m.d.layout.Shapes(), [][]core.BlockID{m.dst[from:to]})
+	pairs, err := m.p.layout.Plan([][]kv.BlockID{m.src[from:to]}, m.d.layout.Shapes(), [][]kv.BlockID{m.dst[from:to]})
 	if err != nil {
 		m.p.t.Fatal(err)
 	}
@@ -126,7 +127,7 @@ func (m *moving) ends() (took time.Duration, received, written error) {
 func (m *moving) check() {
 	m.p.t.Helper()
 	m.d.check(m.n, m.dst)
-	position := map[core.BlockID]int{}
+	position := map[kv.BlockID]int{}
 	for i, id := range m.src {
 		position[id] = i
 	}
@@ -138,9 +139,9 @@ func (m *moving) check() {
 }
 
 // check compares the whole pool: a transfer's blocks, and nobody's.
-func (a *agent) check(transfer int, dst []core.BlockID) {
+func (a *agent) check(transfer int, dst []kv.BlockID) {
 	a.t.Helper()
-	position := map[core.BlockID]int{}
+	position := map[kv.BlockID]int{}
 	for i, id := range dst {
 		position[id] = i
 	}

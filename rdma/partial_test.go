@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // partialWrite is a write of an agent's blocks that is given bit by bit.
@@ -25,9 +26,9 @@ func (s *agent) beginPartial(id core.TransferID, d *agent, n int) *partialWrite 
 
 func (part *partialWrite) give(n int) {
 	op := part.op
-	op.At = []core.Extent{{Position: uint64(part.given) * blockBytes, Pairs: n}}
+	op.At = []kv.Extent{{Position: uint64(part.given) * blockBytes, Pairs: n}}
 	for i := part.given; i < part.given+n; i++ {
-		op.Pairs = append(op.Pairs, core.Pair{SrcOffset: uint64(i) * blockBytes, DstOffset: uint64(i) * blockBytes, Length: blockBytes})
+		op.Pairs = append(op.Pairs, kv.Pair{SrcOffset: uint64(i) * blockBytes, DstOffset: uint64(i) * blockBytes, Length: blockBytes})
 	}
 	part.given += n
 	part.p.tr.Extend(part.how.given(op))

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
@@ -15,19 +16,19 @@ import (
 // Blocks of which each item of 4 bytes is a piece of its own: P has them token by token, D head
 // by head.
 const (
-	pieceBytes     = core.RegionAlign
+	pieceBytes     = kv.RegionAlign
 	piecesOfABlock = blockBytes / pieceBytes
 	manyBlocks     = 8 // have 131,072 pieces
 	manyLoads      = 300
 )
 
-func piecesMatch(t testing.TB) *core.Match {
+func piecesMatch(t testing.TB) *kv.Match {
 	t.Helper()
 	const tokens, heads = 128, piecesOfABlock / 128
-	r := core.Region{Name: "kv", Base: 1 << 40, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: manyBlocks,
+	r := kv.Region{Name: "kv", Base: 1 << 40, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: manyBlocks,
 		Tokens: tokens, Heads: heads, TotalHeads: heads, TokenStride: heads * pieceBytes, HeadStride: pieceBytes}
-	of := func(r core.Region) []core.Shape {
-		l, err := core.NewLayout([]core.Region{r})
+	of := func(r kv.Region) []kv.Shape {
+		l, err := kv.NewLayout([]kv.Region{r})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -35,7 +36,7 @@ func piecesMatch(t testing.TB) *core.Match {
 	}
 	other := r
 	other.TokenStride, other.HeadStride = pieceBytes, tokens*pieceBytes
-	m, err := core.NewMatch(of(r), of(other))
+	m, err := kv.NewMatch(of(r), of(other))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -43,12 +44,12 @@ func piecesMatch(t testing.TB) *core.Match {
 }
 
 // someBlocks is the first n blocks, as P or D has them.
-func someBlocks(n int) core.Selection {
-	ids := make([]core.BlockID, n)
+func someBlocks(n int) kv.Selection {
+	ids := make([]kv.BlockID, n)
 	for i := range ids {
-		ids[i] = core.BlockID(i)
+		ids[i] = kv.BlockID(i)
 	}
-	return core.Selection{Blocks: [][]core.BlockID{ids}}
+	return kv.Selection{Blocks: [][]kv.BlockID{ids}}
 }
 
 // itemOf is where P has the item that D has at an offset in a block.
@@ -72,11 +73,11 @@ const mostOfAWrite = 8 << 10
 
 // asked is a plan that remembers for how many pieces it was asked at a time.
 type asked struct {
-	core.Plan
+	kv.Plan
 	most, calls int
 }
 
-func (a *asked) Pairs(out []core.Pair, position, limit uint64) []core.Pair {
+func (a *asked) Pairs(out []kv.Pair, position, limit uint64) []kv.Pair {
 	a.most, a.calls = max(a.most, cap(out)), a.calls+1
 	return a.Plan.Pairs(out, position, limit)
 }
@@ -96,7 +97,7 @@ func TestWritesOfManyPieces(t *testing.T) {
 		a := &asked{Plan: plan}
 		plans = append(plans, a)
 		id, seq := core.TransferID(fmt.Sprint("many", i)), uint64(100+i)
-		sp.conn.t.sender.write(core.WriteOp{ID: id, Peer: sp.peer, Plan: a, Grant: grant{seq: seq, bytes: core.PlanBytes(plan)}.sign(sp.there.secret, id)})
+		sp.conn.t.sender.write(core.WriteOp{ID: id, Peer: sp.peer, Plan: a, Grant: grant{seq: seq, bytes: kv.PlanBytes(plan)}.sign(sp.there.secret, id)})
 	}
 	each := int(max(held(), before)-before) / manyLoads
 	if each > mostOfAWrite {
@@ -266,7 +267,7 @@ func TestFillRefusesOfPlan(t *testing.T) {
 	local := mustTable(t, "here", []memRange{{1 << 40, manyBlocks * blockBytes}}, key(1<<40, manyBlocks*blockBytes, 1))
 	remote := mustTable(t, "at the peer", []memRange{{1 << 41, short}}, key(1<<41, short, 2))
 	c := cursor{given: splitPlan(plan, nil, 1), whole: true}
-	var window [maxChain]core.Pair
+	var window [maxChain]kv.Pair
 	var sent uint64
 	for err == nil {
 		var n uint64
@@ -288,7 +289,7 @@ func TestFillRefusesOfPlan(t *testing.T) {
 func BenchmarkPieces(b *testing.B) {
 	m, all := piecesMatch(b), someBlocks(manyBlocks)
 	table := mustTable(b, "anywhere", []memRange{{1 << 40, manyBlocks * blockBytes}}, key(1<<40, manyBlocks*blockBytes, 1))
-	writes, pieces, window := make([]verbs.Write, 32), make([]verbs.SGE, 128), make([]core.Pair, maxChain)
+	writes, pieces, window := make([]verbs.Write, 32), make([]verbs.SGE, 128), make([]kv.Pair, maxChain)
 	weights := []float64{1, 1, 1, 1}
 	for _, how := range []string{"list", "plan"} {
 		b.Run(how, func(b *testing.B) {

@@ -8,9 +8,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // touchChunk is what a goroutine of pretouch takes at a time.
@@ -86,7 +86,7 @@ func (e *touchError) Error() string {
 func (e *touchError) Unwrap() error { return e.cause }
 
 // regionsIn is where the regions of a layout lie in a range.
-func regionsIn(l *core.Layout, in memRange) (spans []hostmem.Span) {
+func regionsIn(l *kv.Layout, in memRange) (spans []hostmem.Span) {
 	for _, r := range regionRanges(l) {
 		from, to := max(r.Base, in.Base), min(r.Base+r.Length, in.Base+in.Length)
 		if from < to {

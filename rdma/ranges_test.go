@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/seed"
 )
@@ -118,7 +118,7 @@ func TestMergeRangesRandom(t *testing.T) {
 }
 
 func TestRegionRanges(t *testing.T) {
-	l, err := core.NewLayout([]core.Region{
+	l, err := kv.NewLayout([]kv.Region{
 		{Name: "k", Base: 0x1000, BlockStride: 128, BlockBytes: 64, NumBlocks: 3},
 		{Name: "v", Base: 0x1000 + 64, BlockStride: 128, BlockBytes: 64, NumBlocks: 3},
 	})

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // receiver is D's half: the transfers that D expects, and the Ps that write them.
@@ -101,7 +102,7 @@ func (src *source) newSecret() {
 }
 
 // expect implements core.Transport.
-func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	var total uint64
 	for _, s := range dst {
 		total += s.Length

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
@@ -21,7 +22,7 @@ import (
 
 type (
 	agentID = core.AgentID
-	blockID = core.BlockID
+	blockID = kv.BlockID
 )
 
 // openFor is New on some memory, closed again.
@@ -31,7 +32,7 @@ func openFor(cfg rdma.Config, bytes uint64) error {
 		return err
 	}
 	defer func() { _ = unix.Munmap(mem) }()
-	layout, err := core.NewLayout([]core.Region{{Name: "r", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: 4096, BlockBytes: 4096, NumBlocks: uint32(bytes / 4096)}})
+	layout, err := kv.NewLayout([]kv.Region{{Name: "r", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: 4096, BlockBytes: 4096, NumBlocks: uint32(bytes / 4096)}})
 	if err != nil {
 		return err
 	}

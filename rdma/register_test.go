@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 )
 
@@ -33,7 +34,7 @@ func BenchmarkOpen(b *testing.B) {
 				if err != nil {
 					b.Fatal(err)
 				}
-				l, err := core.NewLayout([]core.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: 1 << 20, BlockBytes: 1 << 20, NumBlocks: uint32(gib << 10)}})
+				l, err := kv.NewLayout([]kv.Region{{Name: "kv", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: 1 << 20, BlockBytes: 1 << 20, NumBlocks: uint32(gib << 10)}})
 				if err != nil {
 					b.Fatal(err)
 				}

@@ -12,6 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
 
@@ -56,7 +57,7 @@ func (c *changing) asks() {
 func renewable(t *testing.T, signal core.Signal) (*Transport, *changing, *coretest.Recorder) {
 	c := &changing{t: t, asked: make(chan struct{}), answer: make(chan error), over: make(chan struct{})}
 	rec := coretest.NewRecorder(t, "agent")
-	tr := &Transport{cfg: DefaultConfig(), id: "agent", log: zap.NewNop(), layout: &core.Layout{}, sink: rec, signal: signal}
+	tr := &Transport{cfg: DefaultConfig(), id: "agent", log: zap.NewNop(), layout: &kv.Layout{}, sink: rec, signal: signal}
 	tr.cfg.GPUs = c
 	tr.ctx, tr.cancel = context.WithCancel(context.Background())
 	tr.renewal.held = true
@@ -219,7 +220,7 @@ func TestForgetWrites(t *testing.T) {
 	}
 	idle(t, tr)
 	tr.Write(core.WriteOp{ID: "after", Peer: "d", Bytes: 10})
-	tr.Extend(core.WriteOp{ID: "after", Peer: "d", Pairs: []core.Pair{{Length: 10}}})
+	tr.Extend(core.WriteOp{ID: "after", Peer: "d", Pairs: []kv.Pair{{Length: 10}}})
 	cn.mend()
 	if err := rec.Wait("written", "after", 1).Err; !errors.Is(err, core.ErrOtherWay) || !strings.Contains(err.Error(), "region k has changed") {
 		t.Errorf("a write of after ended with %v", err)

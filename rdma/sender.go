@@ -14,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -32,7 +33,7 @@ type sender struct {
 // write is a transfer that is being written. Guarded by its connection.
 type write struct {
 	op    core.WriteOp // Pairs are those that were given before the write began
-	plans []core.Plan  // the same
+	plans []kv.Plan    // the same
 	conn  *conn
 	bytes uint64 // in all
 	given uint64 // bytes that were given so far
@@ -112,7 +113,7 @@ func (s *sender) write(op core.WriteOp) {
 	w := &write{op: op, bytes: op.Total(), given: g.bytes, runs: g.runs}
 	w.op.Pairs = slices.Clip(op.Pairs) // more may follow
 	if op.Plan != nil {
-		w.plans = []core.Plan{op.Plan}
+		w.plans = []kv.Plan{op.Plan}
 	}
 	var err error
 	s.mu.Lock()
@@ -322,7 +323,7 @@ func (s *sender) close() {
 }
 
 // sourceRuns counts the contiguous runs of a plan on this side.
-func sourceRuns(pairs []core.Pair) int {
+func sourceRuns(pairs []kv.Pair) int {
 	n := 0
 	for i := range pairs {
 		p := &pairs[i]

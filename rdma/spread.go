@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -61,8 +62,8 @@ func (cn *conn) begin(w *write) {
 
 // gift is what a write is given at a time: pairs, or a plan in their place.
 type gift struct {
-	pairs []core.Pair
-	plan  core.Plan
+	pairs []kv.Pair
+	plan  kv.Plan
 	bytes uint64
 	runs  int // on this side; of a plan, at most
 }
@@ -148,7 +149,7 @@ var stripeFrom = stripeSizes{near: 2 * minStripe, far: 16 << 20}
 // choose returns the weight of each lane for so many bytes: by the speed of its path,
 // and on each path evenly. A small transfer takes the lane that carries least. A nil lane
 // is one that broke; it gets 0.
-func (cn *conn) choose(lanes []*lane, bytes uint64, memory core.Memory, now time.Time) (weights []float64) {
+func (cn *conn) choose(lanes []*lane, bytes uint64, memory kv.Memory, now time.Time) (weights []float64) {
 	var paths []candidate
 	index := map[*path]int{}
 	count := map[*path]int{}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
@@ -106,7 +107,7 @@ func (sp *spreadWrite) write() *write {
 func (sp *spreadWrite) give(n int) {
 	op := sp.op
 	op.Pairs = chunks(sp.given, sp.given+n, sp.n)
-	op.At = []core.Extent{{Position: uint64(sp.given) * chunk, Pairs: n}}
+	op.At = []kv.Extent{{Position: uint64(sp.given) * chunk, Pairs: n}}
 	sp.given += n
 	sp.conn.t.sender.extend(sp.how.given(op))
 }

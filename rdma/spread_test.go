@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -16,10 +17,10 @@ const chunk = 64 << 10
 func landing(i, of int) int { return i * 7 % of } // of is no multiple of 7
 
 // chunks is that of some, and the table of all.
-func chunks(from, to, of int) []core.Pair {
-	var out []core.Pair
+func chunks(from, to, of int) []kv.Pair {
+	var out []kv.Pair
 	for i := from; i < to; i++ {
-		out = append(out, core.Pair{SrcOffset: uint64(i) * chunk, DstOffset: uint64(landing(i, of)) * chunk, Length: chunk})
+		out = append(out, kv.Pair{SrcOffset: uint64(i) * chunk, DstOffset: uint64(landing(i, of)) * chunk, Length: chunk})
 	}
 	return out
 }

@@ -5,8 +5,8 @@ import (
 	"math"
 	"slices"
 
-	"github.com/kvconn/kvconn/core"
 	defect "github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // maxStripes is the most stripes of a transfer: an immediate has 6 bits for the index.
@@ -19,17 +19,17 @@ const cutAlign = 4096
 // stretch is a contiguous range of what a write is given at a time, for one of its
 // stripes: of pairs, or of a plan.
 type stretch struct {
-	pairs    []core.Pair // all pairs that were given together, shared by their stretches
-	first    int         // the pair that holds the stretch's first byte
-	skip     uint64      // bytes of that pair before it
-	plan     core.Plan   // in place of the pairs
-	position uint64      // of the stretch's first byte in the plan
+	pairs    []kv.Pair // all pairs that were given together, shared by their stretches
+	first    int       // the pair that holds the stretch's first byte
+	skip     uint64    // bytes of that pair before it
+	plan     kv.Plan   // in place of the pairs
+	position uint64    // of the stretch's first byte in the plan
 	length   uint64
 	stripe   int // index of the weight that it was cut for
 }
 
 // pairBytes is what a plan carries. Pairs of real memory do not add up to 2^64.
-func pairBytes(pairs []core.Pair) uint64 {
+func pairBytes(pairs []kv.Pair) uint64 {
 	var n uint64
 	for i := range pairs {
 		n += pairs[i].Length
@@ -42,7 +42,7 @@ func pairBytes(pairs []core.Pair) uint64 {
 // least bytes get no stretch, the lightest first. If all pairs together have less than
 // least bytes, they are one stretch. A weight that is no positive number gets no
 // stretch. If no weight is a positive number, all count the same.
-func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
+func split(pairs []kv.Pair, weights []float64, least uint64) []stretch {
 	least = max(least, 1)
 	total := pairBytes(pairs)
 	stripes := share(weights, total, least)
@@ -83,9 +83,9 @@ func split(pairs []core.Pair, weights []float64, least uint64) []stretch {
 
 // splitPlan is split of a plan. A stretch that goes over a gap of the plan is one on each
 // side of it. No piece is asked for: what it costs goes by the plan's extents.
-func splitPlan(p core.Plan, weights []float64, least uint64) (out []stretch) {
+func splitPlan(p kv.Plan, weights []float64, least uint64) (out []stretch) {
 	extents := p.Extents()
-	runs := make([]core.Pair, len(extents))
+	runs := make([]kv.Pair, len(extents))
 	for i := range extents {
 		runs[i].Length = extents[i].Bytes
 	}

@@ -6,12 +6,12 @@ import (
 	"reflect"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/seed"
 )
 
-func pairsOf(lengths ...uint64) []core.Pair {
-	out := make([]core.Pair, len(lengths))
+func pairsOf(lengths ...uint64) []kv.Pair {
+	out := make([]kv.Pair, len(lengths))
 	for i, n := range lengths {
 		out[i].Length = n
 	}
@@ -22,7 +22,7 @@ func TestSplit(t *testing.T) {
 	big := pairsOf(1 << 20)
 	for _, c := range []struct {
 		name    string
-		pairs   []core.Pair
+		pairs   []kv.Pair
 		weights []float64
 		least   uint64
 		want    []stretch // lengths, and where they begin
@@ -59,7 +59,7 @@ func TestSplit(t *testing.T) {
 
 // checkStripes: they follow each other without a gap, one lane each, in order, and
 // none is too short.
-func checkStripes(t *testing.T, stripes []stretch, pairs []core.Pair, weights []float64, least uint64) {
+func checkStripes(t *testing.T, stripes []stretch, pairs []kv.Pair, weights []float64, least uint64) {
 	t.Helper()
 	total := pairBytes(pairs)
 	if len(stripes) == 0 || len(stripes) > min(max(len(weights), 1), maxStripes) {
@@ -88,7 +88,7 @@ func checkStripes(t *testing.T, stripes []stretch, pairs []core.Pair, weights []
 func TestSplitShares(t *testing.T) {
 	rnd := seed.Rand(t)
 	for range 200 {
-		pairs := make([]core.Pair, 1+rnd.IntN(200))
+		pairs := make([]kv.Pair, 1+rnd.IntN(200))
 		for i := range pairs {
 			pairs[i].Length = uint64(rnd.IntN(40)) * 1000
 		}

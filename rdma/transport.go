@@ -13,6 +13,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/internal/sleep"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -20,7 +21,7 @@ import (
 type Transport struct {
 	cfg    Config
 	id     core.AgentID
-	layout *core.Layout
+	layout *kv.Layout
 	sink   core.Sink
 	signal core.Signal
 	log    *zap.Logger
@@ -68,7 +69,7 @@ func refusef(format string, args ...any) error {
 // New opens the devices that cfg allows, registers the memory of layout with them,
 // and opens a Transport. An error says why RDMA cannot be used here. Outcomes go to sink
 // until Close returns. signal sends the transport's signals.
-func New(cfg Config, id core.AgentID, layout *core.Layout, sink core.Sink, signal core.Signal) (*Transport, error) {
+func New(cfg Config, id core.AgentID, layout *kv.Layout, sink core.Sink, signal core.Signal) (*Transport, error) {
 	if err := cfg.Check(); err != nil {
 		return nil, err
 	}
@@ -116,14 +117,14 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 }
 
 // Expect implements core.Transport.
-func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	return t.receiver.expect(id, peer, dst)
 }
 
 // ExpectPlan implements core.Cutter. Nothing is kept of the plan: P has the keys of the regions, and
 // marks count stripes.
-func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.Plan) ([]byte, error) {
-	return t.receiver.arm(id, peer, core.PlanBytes(dst), dst.Pieces(), t.allGPUs())
+func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst kv.Plan) ([]byte, error) {
+	return t.receiver.arm(id, peer, kv.PlanBytes(dst), dst.Pieces(), t.allGPUs())
 }
 
 // Revoke implements core.Transport.

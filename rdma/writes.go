@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/kvconn/kvconn/core"
 	defect "github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
@@ -27,13 +27,13 @@ type cursor struct {
 	whole bool      // no more will be given
 	imm   uint32    // the mark of the last write
 	next  int       // the stretch after the one that is being written
-	pairs []core.Pair
-	pair  int       // the pair that holds the next byte
-	skip  uint64    // bytes of that pair that are done
-	plan  core.Plan // of the stretch: pairs are what a fill has cut off it so far, and of use to that fill only
-	end   uint64    // of the stretch in its plan
-	left  uint64    // bytes of the stretch that are left
-	done  bool      // the write with the immediate was filled
+	pairs []kv.Pair
+	pair  int     // the pair that holds the next byte
+	skip  uint64  // bytes of that pair that are done
+	plan  kv.Plan // of the stretch: pairs are what a fill has cut off it so far, and of use to that fill only
+	end   uint64  // of the stretch in its plan
+	left  uint64  // bytes of the stretch that are left
+	done  bool    // the write with the immediate was filled
 }
 
 // ready says whether fill has something to do.
@@ -57,9 +57,9 @@ func (c *cursor) advance() bool {
 }
 
 // cut takes the next pieces off the stretch's plan, as many as window has room for.
-func (c *cursor) cut(window []core.Pair) {
+func (c *cursor) cut(window []kv.Pair) {
 	if defect.On("rdma-lists-plans") {
-		window = make([]core.Pair, 0, c.plan.Pieces())
+		window = make([]kv.Pair, 0, c.plan.Pieces())
 	}
 	c.pairs, c.pair, c.skip = c.plan.Pairs(window[:0], c.end-c.left, c.left), 0, 0
 }
@@ -70,7 +70,7 @@ func (c *cursor) cut(window []core.Pair) {
 // adjacent at the peer under one key share a write, also if they were given one after the
 // other. IDs and signals are left to the sendQueue. An error names a pair outside of its
 // region: then no write of this call may be posted, and the cursor must be rewound.
-func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, window []core.Pair, local, remote *keyTable, lim writeLimits) (nWrites, nPieces int, bytes uint64, done bool, err error) {
+func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, window []kv.Pair, local, remote *keyTable, lim writeLimits) (nWrites, nPieces int, bytes uint64, done bool, err error) {
 	if len(writes) == 0 || c.done {
 		return 0, 0, 0, c.done, nil
 	}
@@ -155,7 +155,7 @@ func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, window []core.Pa
 	return nWrites, nPieces, bytes, true, nil
 }
 
-func (c *cursor) wrong(p *core.Pair, which string, err error) error {
+func (c *cursor) wrong(p *kv.Pair, which string, err error) error {
 	if c.plan != nil {
 		return fmt.Errorf("the piece with byte %d (%d bytes), its %s: %w", c.end-c.left, p.Length, which, err)
 	}

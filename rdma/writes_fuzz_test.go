@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/seed"
@@ -120,12 +121,12 @@ func checkWrites(t *testing.T, in []byte) {
 	for i := range local.mem {
 		local.mem[i] = byte(i*7 + i>>8)
 	}
-	pairs := make([]core.Pair, n.byte()%40)
+	pairs := make([]kv.Pair, n.byte()%40)
 	inside := true
 	want, times := make([]byte, sideBytes), make([]byte, sideBytes)
 	for i := range pairs {
 		r := n.byte()
-		p := core.Pair{SrcRegion: uint32(r) % 4, DstRegion: uint32(r>>4) % 4, SrcOffset: n.two(), DstOffset: n.two(), Length: n.two()}
+		p := kv.Pair{SrcRegion: uint32(r) % 4, DstRegion: uint32(r>>4) % 4, SrcOffset: n.two(), DstOffset: n.two(), Length: n.two()}
 		if int(p.SrcRegion) < len(local.regions) && int(p.DstRegion) < len(remote.regions) && r < 0xf0 {
 			// Most are moved to where they fit.
 			s, d := local.regions[p.SrcRegion].Length, remote.regions[p.DstRegion].Length
@@ -161,7 +162,7 @@ func checkWrites(t *testing.T, in []byte) {
 	}
 
 	writes, pieces := make([]verbs.Write, 1+n.byte()%8), make([]verbs.SGE, 1+n.byte()%8)
-	window := make([]core.Pair, 1+n.byte()%4)
+	window := make([]kv.Pair, 1+n.byte()%4)
 	lim := writeLimits{maxPieces: int(n.byte() % 6), maxWrite: n.two() % 1000, maxBytes: n.two()}
 	for i, p := range stripes {
 		c := cursor{imm: uint32(i)}
@@ -217,7 +218,7 @@ func checkWrites(t *testing.T, in []byte) {
 }
 
 // stripesOfPlan is splitPlan of a plan of all pairs. What it gives is what split gives of the list.
-func stripesOfPlan(t *testing.T, pairs []core.Pair, weights []float64, least uint64) []stretch {
+func stripesOfPlan(t *testing.T, pairs []kv.Pair, weights []float64, least uint64) []stretch {
 	plan := coretest.Planned(core.WriteOp{Pairs: pairs}).Plan
 	stripes, at := splitPlan(plan, weights, least), uint64(0)
 	for _, s := range stripes {

@@ -7,12 +7,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-func pr(src, dst uint32, srcOffset, dstOffset, length uint64) core.Pair {
-	return core.Pair{SrcRegion: src, DstRegion: dst, SrcOffset: srcOffset, DstOffset: dstOffset, Length: length}
+func pr(src, dst uint32, srcOffset, dstOffset, length uint64) kv.Pair {
+	return kv.Pair{SrcRegion: src, DstRegion: dst, SrcOffset: srcOffset, DstOffset: dstOffset, Length: length}
 }
 
 func sge(addr uint64, length, key uint32) verbs.SGE {
@@ -26,36 +26,36 @@ func TestFill(t *testing.T) {
 	const imm = verbs.WithImm
 	for _, c := range []struct {
 		name   string
-		pairs  []core.Pair
+		pairs  []kv.Pair
 		writes []verbs.Write
 		pieces []verbs.SGE
 	}{
 		{"nothing", nil, []verbs.Write{{Imm: 5, Flags: imm}}, []verbs.SGE{}},
-		{"one pair", []core.Pair{pr(0, 1, 0x100, 0x200, 0x40)},
+		{"one pair", []kv.Pair{pr(0, 1, 0x100, 0x200, 0x40)},
 			[]verbs.Write{{RemoteAddr: 0x84200, RemoteKey: 8, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x10100, 0x40, 1)}},
-		{"scattered on both sides", []core.Pair{pr(0, 0, 0, 0x40, 0x40), pr(0, 0, 0x100, 0, 0x40)},
+		{"scattered on both sides", []kv.Pair{pr(0, 0, 0, 0x40, 0x40), pr(0, 0, 0x100, 0, 0x40)},
 			[]verbs.Write{{RemoteAddr: 0x80040, RemoteKey: 8, Pieces: 1}, {RemoteAddr: 0x80000, RemoteKey: 8, First: 1, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x10000, 0x40, 1), sge(0x10100, 0x40, 1)}},
-		{"adjacent at the peer: at most two pieces", []core.Pair{pr(0, 0, 0x40, 0, 0x10), pr(0, 0, 0, 0x10, 0x10), pr(0, 0, 0x80, 0x20, 0x10)},
+		{"adjacent at the peer: at most two pieces", []kv.Pair{pr(0, 0, 0x40, 0, 0x10), pr(0, 0, 0, 0x10, 0x10), pr(0, 0, 0x80, 0x20, 0x10)},
 			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 2}, {RemoteAddr: 0x80020, RemoteKey: 8, First: 2, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x10040, 0x10, 1), sge(0x10000, 0x10, 1), sge(0x10080, 0x10, 1)}},
-		{"adjacent on both sides over regions", []core.Pair{pr(0, 0, 0x3ff0, 0x3ff0, 0x10), pr(1, 1, 0, 0, 0x20)},
+		{"adjacent on both sides over regions", []kv.Pair{pr(0, 0, 0x3ff0, 0x3ff0, 0x10), pr(1, 1, 0, 0, 0x20)},
 			[]verbs.Write{{RemoteAddr: 0x83ff0, RemoteKey: 8, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x13ff0, 0x30, 2)}},
-		{"empty pairs between", []core.Pair{pr(0, 0, 0, 0, 0), pr(0, 0, 0, 0, 0x10), pr(1, 1, 9, 9, 0), pr(0, 0, 0x10, 0x10, 0x10)},
+		{"empty pairs between", []kv.Pair{pr(0, 0, 0, 0, 0), pr(0, 0, 0, 0, 0x10), pr(1, 1, 9, 9, 0), pr(0, 0, 0x10, 0x10, 0x10)},
 			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x10000, 0x20, 1)}},
-		{"over a local key", []core.Pair{pr(0, 0, 0x1f00, 0, 0x200)},
+		{"over a local key", []kv.Pair{pr(0, 0, 0x1f00, 0, 0x200)},
 			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 2, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x11f00, 0x100, 1), sge(0x12000, 0x100, 2)}},
-		{"over a remote key", []core.Pair{pr(0, 1, 0, 0x2f00, 0x200)},
+		{"over a remote key", []kv.Pair{pr(0, 1, 0, 0x2f00, 0x200)},
 			[]verbs.Write{{RemoteAddr: 0x86f00, RemoteKey: 8, Pieces: 1}, {RemoteAddr: 0x87000, RemoteKey: 9, First: 1, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x10000, 0x100, 1), sge(0x10100, 0x100, 1)}},
-		{"longer than a write", []core.Pair{pr(0, 0, 0, 0, 0x1800)},
+		{"longer than a write", []kv.Pair{pr(0, 0, 0, 0, 0x1800)},
 			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 1}, {RemoteAddr: 0x81000, RemoteKey: 8, First: 1, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x10000, 0x1000, 1), sge(0x11000, 0x800, 1)}},
-		{"a write is filled up", []core.Pair{pr(0, 0, 0, 0, 0xc00), pr(0, 0, 0x1000, 0xc00, 0xc00)},
+		{"a write is filled up", []kv.Pair{pr(0, 0, 0, 0, 0xc00), pr(0, 0, 0x1000, 0xc00, 0xc00)},
 			[]verbs.Write{{RemoteAddr: 0x80000, RemoteKey: 8, Pieces: 2}, {RemoteAddr: 0x81000, RemoteKey: 8, First: 2, Pieces: 1, Imm: 5, Flags: imm}},
 			[]verbs.SGE{sge(0x10000, 0xc00, 1), sge(0x11000, 0x400, 1), sge(0x11400, 0x800, 1)}},
 	} {
@@ -83,16 +83,16 @@ func TestFillRefuses(t *testing.T) {
 	local := mustTable(t, "here", []memRange{{0x10000, 0x4000}, {0x20000, 0x4000}}, key(0x10000, 0x20000, 1))
 	remote := mustTable(t, "at the peer", []memRange{{0x80000, 0x1000}}, key(0x80000, 0x1000, 8))
 	for _, c := range []struct {
-		pair core.Pair
+		pair kv.Pair
 		want string
 	}{
-		{core.Pair{SrcRegion: 0, DstRegion: 0, DstOffset: 0xfff, Length: 2}, "pair 1 (2 bytes), its destination: region 0: 2 bytes from offset 4095 leave it: it has 4096 bytes at the peer"},
-		{core.Pair{SrcRegion: 1, DstRegion: 1, Length: 2}, "destination: region 1: there are 1 at the peer"},
-		{core.Pair{DstOffset: math.MaxUint64 - 1, Length: 8}, "destination: region 0: 8 bytes from"},
-		{core.Pair{SrcOffset: 0x4000, Length: 8}, "source: region 0: 8 bytes from offset 16384 leave it: it has 16384 bytes here"},
-		{core.Pair{SrcRegion: 2, Length: 8}, "source: region 2: there are 2 here"},
+		{kv.Pair{SrcRegion: 0, DstRegion: 0, DstOffset: 0xfff, Length: 2}, "pair 1 (2 bytes), its destination: region 0: 2 bytes from offset 4095 leave it: it has 4096 bytes at the peer"},
+		{kv.Pair{SrcRegion: 1, DstRegion: 1, Length: 2}, "destination: region 1: there are 1 at the peer"},
+		{kv.Pair{DstOffset: math.MaxUint64 - 1, Length: 8}, "destination: region 0: 8 bytes from"},
+		{kv.Pair{SrcOffset: 0x4000, Length: 8}, "source: region 0: 8 bytes from offset 16384 leave it: it has 16384 bytes here"},
+		{kv.Pair{SrcRegion: 2, Length: 8}, "source: region 2: there are 2 here"},
 	} {
-		pairs := []core.Pair{{Length: 64}, c.pair}
+		pairs := []kv.Pair{{Length: 64}, c.pair}
 		cur := cursor{given: split(pairs, nil, 1), whole: true}
 		nw, np, n, done, err := cur.fill(make([]verbs.Write, 8), make([]verbs.SGE, 8), nil, local, remote, writeLimits{4, 1 << 20, 1 << 40})
 		if err == nil || !strings.Contains(err.Error(), c.want) || nw+np != 0 || n != 0 || done {
@@ -104,9 +104,9 @@ func TestFillRefuses(t *testing.T) {
 // Each fill stays within its room, and a copy goes on from where it was taken.
 func TestFillBounds(t *testing.T) {
 	local := mustTable(t, "here", []memRange{{0x100000, 1 << 20}}, key(0x100000, 1<<20, 1))
-	pairs := make([]core.Pair, 64)
+	pairs := make([]kv.Pair, 64)
 	for i := range pairs {
-		pairs[i] = core.Pair{SrcOffset: uint64(i) * 8192, DstOffset: uint64(i) * 8192, Length: 4096}
+		pairs[i] = kv.Pair{SrcOffset: uint64(i) * 8192, DstOffset: uint64(i) * 8192, Length: 4096}
 	}
 	for _, c := range []struct {
 		writes, pieces int
@@ -135,7 +135,7 @@ func TestFillBounds(t *testing.T) {
 	}
 }
 
-func benchmarkSetup(b testing.TB, blocks int, blockBytes uint64) ([]core.Pair, *keyTable, *keyTable) {
+func benchmarkSetup(b testing.TB, blocks int, blockBytes uint64) ([]kv.Pair, *keyTable, *keyTable) {
 	rnd := rand.New(rand.NewPCG(1, 2))
 	const regions = 40
 	per := uint64(blocks/regions) * 4 * blockBytes
@@ -145,11 +145,11 @@ func benchmarkSetup(b testing.TB, blocks int, blockBytes uint64) ([]core.Pair, *
 		at = append(at, memRange{1<<40 + i*per, per})
 		keys = append(keys, key(1<<40+i*per, per, uint32(i)))
 	}
-	pairs := make([]core.Pair, 0, blocks)
+	pairs := make([]kv.Pair, 0, blocks)
 	for r := range regions {
 		src, dst := rnd.Perm(blocks/regions*4), rnd.Perm(blocks/regions*4)
 		for i := range blocks / regions {
-			pairs = append(pairs, core.Pair{SrcRegion: uint32(r), DstRegion: uint32(r), SrcOffset: uint64(src[i]) * blockBytes, DstOffset: uint64(dst[i]) * blockBytes, Length: blockBytes})
+			pairs = append(pairs, kv.Pair{SrcRegion: uint32(r), DstRegion: uint32(r), SrcOffset: uint64(src[i]) * blockBytes, DstOffset: uint64(dst[i]) * blockBytes, Length: blockBytes})
 		}
 	}
 	return pairs, mustTable(b, "here", at, keys...), mustTable(b, "at the peer", at, keys...)

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/tcp"
 )
@@ -19,14 +20,14 @@ func opener(streams int, frame uint64, stall time.Duration) coretest.RemoteOpene
 
 // encrypting is the same with streams that are encrypted or not.
 func encrypting(streams int, frame uint64, stall time.Duration, encrypt tcp.Encryption) coretest.RemoteOpener {
-	return func(_ core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
+	return func(_ core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
 		return tcp.New(tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1", Streams: streams, First: streams,
 			FrameBytes: frame, StallTimeout: stall, Encrypt: encrypt}, l, sink)
 	}
 }
 
 func fixture(open coretest.RemoteOpener) coretest.Fixture {
-	return coretest.Fixture{Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport {
+	return coretest.Fixture{Open: func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) core.Transport {
 		tr, err := open(id, l, sink, signal)
 		if err != nil {
 			t.Fatal(err)

@@ -12,6 +12,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 	"github.com/kvconn/kvconn/tcp"
@@ -42,11 +43,11 @@ func BenchmarkDevice(b *testing.B) {
 				if err := d.Connect("p", p.Endpoint(), ticket); err != nil {
 					b.Fatal(err)
 				}
-				pairs := make([]core.Pair, n)
-				segments := make([]core.Segment, n)
+				pairs := make([]kv.Pair, n)
+				segments := make([]kv.Segment, n)
 				for i := range n {
-					segments[i] = core.Segment{Offset: uint64(i) * block, Length: block}
-					pairs[i] = core.Pair{SrcOffset: uint64(i) * block, Length: block}
+					segments[i] = kv.Segment{Offset: uint64(i) * block, Length: block}
+					pairs[i] = kv.Pair{SrcOffset: uint64(i) * block, Length: block}
 				}
 				slices.Reverse(pairs) // no two of them are adjacent
 				b.SetBytes(total)
@@ -103,13 +104,13 @@ func benchCopies(b *testing.B, total, block int) {
 // benchAgent is a transport over one region, what it is told, and its GPU.
 func benchAgent(b *testing.B, memory string, blocks uint32, block uint64) (*tcp.Transport, *coretest.Recorder, *engine.Engine) {
 	b.Helper()
-	r := core.Region{Name: "r", BlockStride: block, BlockBytes: block, NumBlocks: blocks}
+	r := kv.Region{Name: "r", BlockStride: block, BlockBytes: block, NumBlocks: blocks}
 	cfg := tcp.Config{Listen: true, ListenHost: "127.0.0.1", AdvertiseHost: "127.0.0.1"}
 	var e *engine.Engine
 	if memory == "device" {
 		e = engine.New(b, 0)
 		e.Delay(0)
-		r.Base, r.Memory = uint64(e.Alloc(int(uint64(blocks)*block))), core.DeviceMemory(0)
+		r.Base, r.Memory = uint64(e.Alloc(int(uint64(blocks)*block))), kv.DeviceMemory(0)
 	} else {
 		mem, err := unix.Mmap(-1, 0, int(uint64(blocks)*block), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_POPULATE)
 		if err != nil {
@@ -118,7 +119,7 @@ func benchAgent(b *testing.B, memory string, blocks uint32, block uint64) (*tcp.
 		b.Cleanup(func() { _ = unix.Munmap(mem) })
 		r.Base = uint64(uintptr(unsafe.Pointer(&mem[0])))
 	}
-	l, err := core.NewLayout([]core.Region{r})
+	l, err := kv.NewLayout([]kv.Region{r})
 	if err != nil {
 		b.Fatal(err)
 	}

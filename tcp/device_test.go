@@ -11,6 +11,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -47,10 +48,10 @@ func (o onDevices) Close() error { return errors.Join(o.Transport.Close(), o.dev
 // openOnDevice opens transports over layouts in device memory, with a small ring, so that slots
 // are scarce: 3 streams may hold all that P may have.
 func openOnDevice(holds func(agent core.AgentID, region int) bool, stall time.Duration, encrypt tcp.Encryption) coretest.RemoteOpener {
-	return func(id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
+	return func(id core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) (core.Transport, error) {
 		for i := range l.Regions {
 			if holds == nil || holds(id, i) {
-				l.Regions[i].Memory = core.DeviceMemory(0) // Open finds which
+				l.Regions[i].Memory = kv.DeviceMemory(0) // Open finds which
 			}
 		}
 		d, err := devices.Open(l.Regions, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})

@@ -16,7 +16,7 @@
 // given. If D does not come back, P ends the write; P never ends it because it rests.
 //
 // A frame names a transfer's random grant and a position in its linear order
-// (core/plan.go), never an address: D's own plan says where bytes go. Each frame's bytes
+// (kv/plan.go), never an address: D's own plan says where bytes go. Each frame's bytes
 // are read by readv into the blocks under the transfer's fence, so that Revoke waits at
 // most for one readv that is under way. Bytes that arrive later are read into a scratch
 // buffer. When all bytes are in, D answers with an acknowledgement on the stream, and P's

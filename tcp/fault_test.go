@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -61,7 +62,7 @@ func wantNamed(t *testing.T, err error, parts ...string) {
 }
 
 // oneBlock is a transfer's blocks.
-func oneBlock(id int) [][]core.BlockID { return [][]core.BlockID{{core.BlockID(id)}} }
+func oneBlock(id int) [][]kv.BlockID { return [][]kv.BlockID{{kv.BlockID(id)}} }
 
 // TestMemoryThatIsNotThere: one of many transfers has blocks that cannot be read or
 // written. It fails on either side, by name, and at once. All others end well, also

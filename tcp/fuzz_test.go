@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // grantMark stands for the transfer's grant in an input.
@@ -18,7 +19,7 @@ const (
 )
 
 // fuzzDst are the blocks of the transfer; block 0 and 3 are beside it.
-var fuzzDst = [][]core.BlockID{{2, 1}}
+var fuzzDst = [][]kv.BlockID{{2, 1}}
 
 func marked(h header) []byte { h.key = random(grantMark); return frameBytes(h) }
 

@@ -4,6 +4,7 @@ import (
 	"slices"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // given is what a write has been given so far, at once or bit by bit, anywhere in the
@@ -13,7 +14,7 @@ type given struct {
 	one       [1]stretch
 	bytes     uint64
 	runs      int
-	layout    *core.Layout
+	layout    *kv.Layout
 	window    stretch // the runs of its plan that are sent now
 }
 
@@ -21,14 +22,14 @@ type given struct {
 type stretch struct {
 	position, end uint64
 	runs          []run
-	plan          core.Plan // in place of the runs
+	plan          kv.Plan // in place of the runs
 	// next is the index of the run at position begins. Bytes that are read in order need no search.
 	next   int
 	begins uint64
 }
 
 // stretchesOf appends the sender's half of a plan to out.
-func stretchesOf(out []stretch, l *core.Layout, op *core.WriteOp) []stretch {
+func stretchesOf(out []stretch, l *kv.Layout, op *core.WriteOp) []stretch {
 	if op.Plan != nil {
 		for _, e := range op.Plan.Extents() {
 			out = append(out, stretch{position: e.Position, end: e.Position + e.Bytes, plan: op.Plan})
@@ -36,7 +37,7 @@ func stretchesOf(out []stretch, l *core.Layout, op *core.WriteOp) []stretch {
 		return out
 	}
 	runs, pairs := make([]run, 0, len(op.Pairs)), op.Pairs
-	whole := [1]core.Extent{{Pairs: len(pairs)}}
+	whole := [1]kv.Extent{{Pairs: len(pairs)}}
 	at := op.At
 	if at == nil {
 		at = whole[:]
@@ -114,7 +115,7 @@ func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64
 }
 
 // cut is the window of a plan that has the byte at a position.
-func (g *given) cut(plan core.Plan, at uint64) *stretch {
+func (g *given) cut(plan kv.Plan, at uint64) *stretch {
 	w := &g.window
 	if w.plan == plan && at >= w.position && at < w.end {
 		return w

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -130,11 +130,11 @@ func TestHolesOfManyRegions(t *testing.T) {
 	const piece, n = 64, 4 * minSpans
 	d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour}, n, piece)
 	c := fakeSender(t, d, "p")
-	var apart []core.BlockID
+	var apart []kv.BlockID
 	for i := 0; i < n; i += 2 {
-		apart = append(apart, core.BlockID(i))
+		apart = append(apart, kv.BlockID(i))
 	}
-	grant := d.expect(t, "t", "p", [][]core.BlockID{apart})
+	grant := d.expect(t, "t", "p", [][]kv.BlockID{apart})
 	for half := range 2 {
 		for i := range apart {
 			at := uint64(i*piece + half*piece/2)

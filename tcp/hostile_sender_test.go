@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -49,7 +49,7 @@ func TestGrantOfAnotherPeer(t *testing.T) {
 	d := newAgent(t, Config{Streams: 1})
 	p, thief := fakeSender(t, d, "p"), fakeSender(t, d, "thief")
 	grant := d.expect(t, "t", "p", allBlocks(1))
-	d.expect(t, "u", "thief", [][]core.BlockID{{1}})
+	d.expect(t, "u", "thief", [][]kv.BlockID{{1}})
 	ones := bytes.Repeat([]byte{1}, testBlock)
 	thief.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)
 	if h := thief.next(); h.kind != frameNack || h.key != grant {

@@ -15,6 +15,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -204,7 +205,7 @@ func fakeSender(t *testing.T, d *agent, peer core.AgentID) *rawConn {
 	return c
 }
 
-func (a *agent) expect(t testing.TB, id core.TransferID, peer core.AgentID, blocks [][]core.BlockID) random {
+func (a *agent) expect(t testing.TB, id core.TransferID, peer core.AgentID, blocks [][]kv.BlockID) random {
 	t.Helper()
 	grant, err := a.Expect(id, peer, a.layout.Segments(blocks))
 	if err != nil {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Mover copies between registered device memory, which sockets cannot read or write, and
@@ -72,7 +73,7 @@ type deviceRange struct {
 	device   int
 }
 
-func devicesOf(mover Mover, l *core.Layout) (d devices) {
+func devicesOf(mover Mover, l *kv.Layout) (d devices) {
 	if mover == nil {
 		return d
 	}

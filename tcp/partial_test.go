@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
@@ -19,11 +20,11 @@ import (
 // lie in their order on both sides.
 func (a *agent) part(id core.TransferID, grant random, total int, extents ...[2]int) core.WriteOp {
 	size := a.layout.Regions[0].BlockBytes
-	op := core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Bytes: uint64(total) * size, At: []core.Extent{}}
+	op := core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Bytes: uint64(total) * size, At: []kv.Extent{}}
 	for _, e := range extents {
 		at := uint64(e[0]) * size
-		op.Pairs = append(op.Pairs, core.Pair{SrcOffset: at, DstOffset: at, Length: uint64(e[1]) * size})
-		op.At = append(op.At, core.Extent{Position: at, Pairs: 1})
+		op.Pairs = append(op.Pairs, kv.Pair{SrcOffset: at, DstOffset: at, Length: uint64(e[1]) * size})
+		op.At = append(op.At, kv.Extent{Position: at, Pairs: 1})
 	}
 	return op
 }
@@ -365,7 +366,7 @@ func BenchmarkWrite(b *testing.B) {
 				op := core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Bytes: n * size}
 				give := p.Write
 				for k := range parts {
-					op.Pairs, op.At = pairs[k*n/parts:(k+1)*n/parts], []core.Extent{{Position: uint64(k) * n * size / uint64(parts), Pairs: n / parts}}
+					op.Pairs, op.At = pairs[k*n/parts:(k+1)*n/parts], []kv.Extent{{Position: uint64(k) * n * size / uint64(parts), Pairs: n / parts}}
 					give(op)
 					give = p.Extend
 				}

@@ -3,7 +3,7 @@ package tcp
 import (
 	"slices"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // places are where the bytes of a transfer land: a list, or a plan of very many pieces, of
@@ -11,7 +11,7 @@ import (
 type places struct {
 	runs []run
 	ends []uint64 // ends[i]: position after runs[i]
-	plan core.Plan
+	plan kv.Plan
 }
 
 func listed(runs []run) places {
@@ -27,7 +27,7 @@ func listed(runs []run) places {
 func (p *places) bytes() uint64 {
 	switch {
 	case p.plan != nil:
-		return core.PlanBytes(p.plan)
+		return kv.PlanBytes(p.plan)
 	case len(p.ends) == 0:
 		return 0
 	}
@@ -62,7 +62,7 @@ func (s *inStream) cursor(in *inbound, position, left uint64) cursor {
 }
 
 // landRuns appends the receiver's half of pairs to out.
-func landRuns(out []run, l *core.Layout, pairs []core.Pair) []run {
+func landRuns(out []run, l *kv.Layout, pairs []kv.Pair) []run {
 	for i := range pairs {
 		p := &pairs[i]
 		out = append(out, run{uintptr(l.Regions[p.DstRegion].Base + p.DstOffset), p.Length})

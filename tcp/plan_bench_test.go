@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // BenchmarkPieces is transfers of blocks of which no two are adjacent, planned and sent, as
@@ -19,16 +20,16 @@ func BenchmarkPieces(b *testing.B) {
 					b.Fatal(err)
 				}
 				until(b, "both streams are open", func() bool { return p.streams() == 2 })
-				m, err := core.NewMatch(p.layout.Shapes(), d.layout.Shapes())
+				m, err := kv.NewMatch(p.layout.Shapes(), d.layout.Shapes())
 				if err != nil {
 					b.Fatal(err)
 				}
-				shuffled := func() core.Selection {
-					ids := make([]core.BlockID, c.n)
+				shuffled := func() kv.Selection {
+					ids := make([]kv.BlockID, c.n)
 					for i, k := range rand.Perm(c.n) {
-						ids[i] = core.BlockID(k)
+						ids[i] = kv.BlockID(k)
 					}
-					return core.Selection{Blocks: [][]core.BlockID{ids}}
+					return kv.Selection{Blocks: [][]kv.BlockID{ids}}
 				}
 				src, dst := shuffled(), shuffled()
 				b.SetBytes(int64(c.n * c.size))

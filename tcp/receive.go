@@ -16,6 +16,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // receiver is D's half: the P agents that it was told to connect to, and the transfers that they fill.
@@ -105,12 +106,12 @@ func (r *receiver) init(t *Transport) {
 }
 
 // Expect implements core.Transport.
-func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	return t.expect(id, peer, listed(runsOf(t.layout, dst)))
 }
 
 // ExpectPlan implements core.Cutter.
-func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst core.Plan) ([]byte, error) {
+func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst kv.Plan) ([]byte, error) {
 	return t.expect(id, peer, places{plan: dst})
 }
 

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -108,7 +109,7 @@ func noWrongByte(t *testing.T, p, d *agent) (landed int) {
 }
 
 // start has a transfer of some blocks begin over an endpoint.
-func start(t *testing.T, p, d *agent, endpoint string, id core.TransferID, blocks [][]core.BlockID) {
+func start(t *testing.T, p, d *agent, endpoint string, id core.TransferID, blocks [][]kv.BlockID) {
 	t.Helper()
 	if err := d.Connect("p", endpoint, p.admit(t, "d")); err != nil {
 		t.Fatal(err)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/freeport"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/rig/nettest"
@@ -43,7 +44,7 @@ func newSizedAgent(t testing.TB, cfg Config, blocks uint32, block uint64) *agent
 	if err != nil {
 		t.Fatal(err)
 	}
-	layout, err := core.NewLayout([]core.Region{{Name: "r", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
+	layout, err := kv.NewLayout([]kv.Region{{Name: "r", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
 		BlockStride: block, BlockBytes: block, NumBlocks: blocks}})
 	if err != nil {
 		t.Fatal(err)
@@ -60,15 +61,15 @@ func newSizedAgent(t testing.TB, cfg Config, blocks uint32, block uint64) *agent
 	return a
 }
 
-func allBlocks(n int) [][]core.BlockID {
-	ids := make([]core.BlockID, n)
+func allBlocks(n int) [][]kv.BlockID {
+	ids := make([]kv.BlockID, n)
 	for i := range ids {
-		ids[i] = core.BlockID(i)
+		ids[i] = kv.BlockID(i)
 	}
-	return [][]core.BlockID{ids}
+	return [][]kv.BlockID{ids}
 }
 
-func (a *agent) pairs(t *testing.T, blocks [][]core.BlockID) []core.Pair {
+func (a *agent) pairs(t *testing.T, blocks [][]kv.BlockID) []kv.Pair {
 	t.Helper()
 	p, err := a.layout.Plan(blocks, a.layout.Shapes(), blocks)
 	if err != nil {

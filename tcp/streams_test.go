@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -143,7 +144,7 @@ func TestShutStreamIsNotUsed(t *testing.T) {
 	shut, rests := dial(t, p), dial(t, p)
 	shut.say(p.hello(t, "d", 0, 1, 0))
 	until(t, "the first stream is open", func() bool { return p.streams() == 1 })
-	bad, good, behind := newRandom(), newRandom(), [][]core.BlockID{allBlocks(testBlocks)[0][half:]}
+	bad, good, behind := newRandom(), newRandom(), [][]kv.BlockID{allBlocks(testBlocks)[0][half:]}
 	p.Write(core.WriteOp{ID: "bad", Peer: "d", Grant: bad[:], Pairs: p.pairs(t, allBlocks(half))})
 	if h := shut.next(); h.key != bad || h.length != half*testBlock {
 		t.Fatalf("told %+v", h)

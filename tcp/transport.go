@@ -15,6 +15,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/internal/sleep"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Config of a Transport; zero values get the defaults.
@@ -92,7 +93,7 @@ func (c Config) withDefaults() Config {
 // Transport is the tcp core.Transport of one agent.
 type Transport struct {
 	cfg     Config
-	layout  *core.Layout
+	layout  *kv.Layout
 	devices devices
 	sink    core.Sink
 	ln      net.Listener
@@ -116,7 +117,7 @@ var errClosed = fmt.Errorf("tcp %w", core.ErrTransportClosed)
 
 // New opens a Transport over the registered memory of layout. Outcomes go to
 // sink until Close returns.
-func New(cfg Config, layout *core.Layout, sink core.Sink) (*Transport, error) {
+func New(cfg Config, layout *kv.Layout, sink core.Sink) (*Transport, error) {
 	t := &Transport{cfg: cfg.withDefaults(), layout: layout, devices: devicesOf(cfg.Mover, layout), sink: sink, late: make(chan struct{})}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	t.receiver.init(t)

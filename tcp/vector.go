@@ -5,7 +5,7 @@ import (
 	"syscall"
 	"unsafe"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // maxVector is the kernel's limit of entries in one readv or writev (IOV_MAX).
@@ -24,7 +24,7 @@ type run struct {
 	len  uint64
 }
 
-func runsOf(l *core.Layout, segs []core.Segment) []run {
+func runsOf(l *kv.Layout, segs []kv.Segment) []run {
 	out := make([]run, len(segs))
 	for i, s := range segs {
 		out[i] = run{uintptr(l.Regions[s.Region].Base + s.Offset), s.Length}
@@ -35,8 +35,8 @@ func runsOf(l *core.Layout, segs []core.Segment) []run {
 // sourceRuns appends the sender's half of a plan to out, and says how many bytes that is.
 // Pieces that are adjacent here are merged, from the run first on, though they may not be
 // adjacent at the receiver.
-func sourceRuns(out []run, first int, l *core.Layout, pairs []core.Pair) (_ []run, bytes uint64) {
-	var last core.Memory // of the last run
+func sourceRuns(out []run, first int, l *kv.Layout, pairs []kv.Pair) (_ []run, bytes uint64) {
+	var last kv.Memory // of the last run
 	for _, p := range pairs {
 		bytes += p.Length
 		r := run{uintptr(l.Regions[p.SrcRegion].Base + p.SrcOffset), p.Length}
@@ -51,7 +51,7 @@ func sourceRuns(out []run, first int, l *core.Layout, pairs []core.Pair) (_ []ru
 }
 
 // pieces is room for what a plan is cut into at a time.
-type pieces struct{ pairs [maxVector]core.Pair }
+type pieces struct{ pairs [maxVector]kv.Pair }
 
 var allPieces = sync.Pool{New: func() any { return new(pieces) }}
 

@@ -117,7 +117,7 @@ type Lack struct {
 	Reason    string `msg:"r,limit=512"`
 }
 
-// Shape is core.Shape.
+// Shape is kv.Shape.
 //
 //msgp:tuple Shape
 type Shape struct {
@@ -126,12 +126,12 @@ type Shape struct {
 	NumBlocks, Group                     uint32
 	Tokens, Heads, FirstHead, TotalHeads uint32 // 0: a block is opaque
 	TokenStride, HeadStride              uint64
-	IndexKind                            uint32 // core.IndexKind
+	IndexKind                            uint32 // kv.IndexKind
 }
 
 // Load asks P to write a transfer into D's blocks.
 type Load struct {
-	TransferID string   `msg:"t,limit=144"` // of a part: core.Share.Part
+	TransferID string   `msg:"t,limit=144"` // of a part: core.PartID
 	Transport  string   `msg:"tr,limit=16"`
 	Grant      []byte   `msg:"g,limit=4096"`
 	Groups     []Blocks `msg:"b,limit=16"`

@@ -14,6 +14,7 @@ import (
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // ErrDevice is wrapped by errors of the driver, or of the device.
@@ -29,8 +30,8 @@ type Devices struct {
 // Open finds the devices of the regions that lie in device memory, sets each region's Memory
 // to its device's number, and pins the devices' rings. The result is nil if all regions lie in
 // host memory; nothing of CUDA's is asked then.
-func Open(regions []core.Region, o cuda.Options) (*Devices, error) {
-	if !slices.ContainsFunc(regions, func(r core.Region) bool { return r.Memory != core.HostMemory }) {
+func Open(regions []kv.Region, o cuda.Options) (*Devices, error) {
+	if !slices.ContainsFunc(regions, func(r kv.Region) bool { return r.Memory != kv.HostMemory }) {
 		if fault.On("driver-unasked") {
 			_, _ = cuda.Devices()
 		}
@@ -39,7 +40,7 @@ func Open(regions []core.Region, o cuda.Options) (*Devices, error) {
 	d := &Devices{regions: make([]*cuda.Region, len(regions))}
 	all := opening{Devices: d, o: o, numbers: map[int]int{}}
 	for i := range regions {
-		if regions[i].Memory == core.HostMemory {
+		if regions[i].Memory == kv.HostMemory {
 			continue
 		}
 		if err := all.find(i, &regions[i]); err != nil {
@@ -65,7 +66,7 @@ type opening struct {
 }
 
 // find finds the device of a region, and opens it.
-func (d *opening) find(i int, r *core.Region) error {
+func (d *opening) find(i int, r *kv.Region) error {
 	at, err := d.locator.Find(uintptr(r.Base), r.Extent())
 	if err != nil {
 		return refused(r, err)
@@ -73,8 +74,8 @@ func (d *opening) find(i int, r *core.Region) error {
 	k, known := d.numbers[at.Device]
 	if !known {
 		k = len(d.list)
-		if k == core.MaxDevices {
-			return fmt.Errorf("%w: %v lies on one more device than the %d that an agent may have", core.ErrInvalid, r, core.MaxDevices)
+		if k == kv.MaxDevices {
+			return fmt.Errorf("%w: %v lies on one more device than the %d that an agent may have", core.ErrInvalid, r, kv.MaxDevices)
 		}
 		dev, err := cuda.Open(at.Device, d.o)
 		if err != nil {
@@ -86,13 +87,13 @@ func (d *opening) find(i int, r *core.Region) error {
 			return fmt.Errorf("%w: %v: %w", ErrDevice, r, err)
 		}
 	}
-	r.Memory = core.DeviceMemory(k)
+	r.Memory = kv.DeviceMemory(k)
 	d.of[k], d.at[k] = append(d.of[k], i), append(d.at[k], at)
 	return nil
 }
 
 // register registers the regions of a device.
-func (d *opening) register(k int, regions []core.Region) error {
+func (d *opening) register(k int, regions []kv.Region) error {
 	names := make([]string, len(d.of[k]))
 	for j, i := range d.of[k] {
 		names[j] = regions[i].Name
@@ -108,7 +109,7 @@ func (d *opening) register(k int, regions []core.Region) error {
 }
 
 // refused says whether the caller or the machine is at fault.
-func refused(r *core.Region, err error) error {
+func refused(r *kv.Region, err error) error {
 	var kind *cuda.KindError
 	if errors.As(err, &kind) {
 		return fmt.Errorf("%w: %v is registered as device memory: %w", core.ErrInvalid, r, err)
@@ -229,7 +230,7 @@ func (r Renewal) Take() bool {
 const fewRegions = 4
 
 // Few are the regions on devices that a write reads, if they are so few that CheckFew of them asks for no more mappings than Check does.
-func (d *Devices) Few(pairs []core.Pair) (few []*cuda.Region, ok bool) {
+func (d *Devices) Few(pairs []kv.Pair) (few []*cuda.Region, ok bool) {
 	if d == nil {
 		return nil, true
 	}

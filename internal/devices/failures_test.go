@@ -12,6 +12,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rig/testdouble"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -167,11 +168,11 @@ func TestCloseOfAStuckDevice(t *testing.T) {
 }
 
 // two gives memory on two devices, and the regions in it.
-func two(t *testing.T) (engines [2]*engine.Engine, both []core.Region) {
+func two(t *testing.T) (engines [2]*engine.Engine, both []kv.Region) {
 	t.Helper()
 	for i := range engines {
 		engines[i] = engine.New(t, i)
-		r := regions(engines[i].Alloc(blocks*blockBytes), core.DeviceMemory(0))[0]
+		r := regions(engines[i].Alloc(blocks*blockBytes), kv.DeviceMemory(0))[0]
 		r.Name = fmt.Sprint("layer.", i)
 		both = append(both, r)
 	}
@@ -300,7 +301,7 @@ func TestDrivers(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer a.Close()
-		err = a.RegisterKVCaches(regions(e.Alloc(blocks*blockBytes), core.DeviceMemory(0)))
+		err = a.RegisterKVCaches(regions(e.Alloc(blocks*blockBytes), kv.DeviceMemory(0)))
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("registered: %v, want %q", err, want)
 		}

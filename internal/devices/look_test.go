@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
@@ -25,14 +25,14 @@ const grain = 2 << 20
 var options = cuda.Options{RingBytes: 1 << 20, SlotBytes: 32 << 10}
 
 // cache opens the devices of a cache whose layers lie over so many mappings.
-func cache(tb testing.TB, order string, layers, mappings int) (*Devices, *engine.Engine, []core.Region) {
+func cache(tb testing.TB, order string, layers, mappings int) (*Devices, *engine.Engine, []kv.Region) {
 	tb.Helper()
 	e := engine.New(tb, 0)
 	at := uint64(e.MapOne(mappings))
 	base, stride := orders[order](layers, mappings)
-	regions := make([]core.Region, layers)
+	regions := make([]kv.Region, layers)
 	for i := range regions {
-		regions[i] = core.Region{Name: fmt.Sprint("layer.", i), Base: at + base(i), Memory: core.DeviceMemory(0),
+		regions[i] = kv.Region{Name: fmt.Sprint("layer.", i), Base: at + base(i), Memory: kv.DeviceMemory(0),
 			BlockStride: stride, BlockBytes: 1024, NumBlocks: uint32(mappings)}
 	}
 	d, err := Open(regions, options)
@@ -56,11 +56,11 @@ func TestLookAsksOnce(t *testing.T) {
 	for order := range orders {
 		t.Run(order, func(t *testing.T) {
 			d, e, regions := cache(t, order, layers, mappings)
-			all := make([]core.Pair, layers)
+			all := make([]kv.Pair, layers)
 			for i := range all {
 				all[i].SrcRegion = uint32(i)
 			}
-			for what, of := range map[string][]core.Pair{"all layers": all, "two layers": all[:2], "one layer": all[:1]} {
+			for what, of := range map[string][]kv.Pair{"all layers": all, "two layers": all[:2], "one layer": all[:1]} {
 				var err error
 				n := asks(e, func() {
 					if few, ok := d.Few(of); ok {
@@ -131,7 +131,7 @@ func BenchmarkLook(b *testing.B) {
 func TestEpoch(t *testing.T) {
 	e := engine.New(t, 0)
 	m := e.Map(grain)
-	d, err := Open([]core.Region{{Name: "layer.0", Base: uint64(m.At), Memory: core.DeviceMemory(0), BlockStride: 1024, BlockBytes: 1024,
+	d, err := Open([]kv.Region{{Name: "layer.0", Base: uint64(m.At), Memory: kv.DeviceMemory(0), BlockStride: 1024, BlockBytes: 1024,
 		NumBlocks: 8}}, options)
 	if err != nil {
 		t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
@@ -50,14 +51,14 @@ func open(t *testing.T, cfg node.Config, device int, base uintptr) *side {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = s.Agent.Close() })
-	if err := s.RegisterKVCaches(regions(s.base, core.DeviceMemory(0))); err != nil {
+	if err := s.RegisterKVCaches(regions(s.base, kv.DeviceMemory(0))); err != nil {
 		t.Fatal(err)
 	}
 	return s
 }
 
-func regions(base uintptr, memory core.Memory) []core.Region {
-	return []core.Region{{Name: "layer.0", Base: uint64(base), Memory: memory, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: blocks}}
+func regions(base uintptr, memory kv.Memory) []kv.Region {
+	return []kv.Region{{Name: "layer.0", Base: uint64(base), Memory: memory, BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: blocks}}
 }
 
 // pair are agents on two devices.
@@ -77,12 +78,12 @@ func (s *side) moment() core.Moment {
 	return m
 }
 
-func sequence(first, n int) core.Selection {
-	ids := make([]core.BlockID, n)
+func sequence(first, n int) kv.Selection {
+	ids := make([]kv.BlockID, n)
 	for i := range ids {
-		ids[i] = core.BlockID(first + i)
+		ids[i] = kv.BlockID(first + i)
 	}
-	return core.Selection{Blocks: [][]core.BlockID{ids}}
+	return kv.Selection{Blocks: [][]kv.BlockID{ids}}
 }
 
 func (s *side) offer(id core.TransferID, first, n int, after core.Moment) {
@@ -154,7 +155,7 @@ func hostTransfer(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer a.Close()
-		if err := a.RegisterKVCaches(regions(uintptr(unsafe.Pointer(&caches[i][0])), core.HostMemory)); err != nil {
+		if err := a.RegisterKVCaches(regions(uintptr(unsafe.Pointer(&caches[i][0])), kv.HostMemory)); err != nil {
 			t.Fatal(err)
 		}
 		sides[i] = &side{Agent: a, t: t, seen: map[core.TransferID]core.Report{}}

@@ -7,9 +7,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/kvconn/kvconn/kv"
 	"golang.org/x/sys/unix"
-
-	"github.com/kvconn/kvconn/core"
 )
 
 const page = 4096
@@ -43,7 +42,7 @@ func wants(t *testing.T, err error, parts ...string) {
 
 func TestCheck(t *testing.T) {
 	b, base := pages(t, 16)
-	regions := []core.Region{
+	regions := []kv.Region{
 		{Name: "good", Base: base, BlockStride: page, BlockBytes: page, NumBlocks: 8},
 		{Name: "k", Base: base + 8*page, BlockStride: 2 * page, BlockBytes: page, NumBlocks: 4},
 	}
@@ -88,7 +87,7 @@ func TestNothingIsKnownOfAnUnreadableList(t *testing.T) {
 
 func TestFault(t *testing.T) {
 	b, base := pages(t, 8)
-	regions := []core.Region{
+	regions := []kv.Region{
 		{Name: "a", Base: base, BlockStride: page, BlockBytes: page, NumBlocks: 4},
 		{Name: "b", Base: base + 4*page, BlockStride: page, BlockBytes: page, NumBlocks: 4},
 	}
@@ -117,7 +116,7 @@ func TestFaultBehindAFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	base := uint64(uintptr(unsafe.Pointer(&b[0])))
-	regions := []core.Region{
+	regions := []kv.Region{
 		{Name: "a", Base: base, BlockStride: page, BlockBytes: page, NumBlocks: 4},
 		{Name: "b", Base: base + 4*page, BlockStride: page, BlockBytes: page, NumBlocks: 4},
 	}

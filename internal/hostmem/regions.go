@@ -3,15 +3,14 @@ package hostmem
 import (
 	"fmt"
 
+	"github.com/kvconn/kvconn/kv"
 	"golang.org/x/sys/unix"
-
-	"github.com/kvconn/kvconn/core"
 )
 
 // Check says which region has a block that this process may not read, or may not write if
 // transfers land in it. It looks at what the kernel knows and leaves the memory alone.
 // A file that ends before its mapping shows only at a transfer.
-func Check(regions []core.Region, write bool) error {
+func Check(regions []kv.Region, write bool) error {
 	var err error
 	for range 3 { // the kernel gives its list in parts; the engine may map other memory meanwhile
 		list, failed := mappings()
@@ -34,10 +33,10 @@ func (e *UnknownError) Error() string {
 
 func (e *UnknownError) Unwrap() error { return e.cause }
 
-func check(list []mapping, regions []core.Region, write bool) error {
+func check(list []mapping, regions []kv.Region, write bool) error {
 	for i := range regions {
 		r := &regions[i]
-		if r.Memory != core.HostMemory {
+		if r.Memory != kv.HostMemory {
 			continue
 		}
 		end := r.Base + r.Extent()
@@ -62,7 +61,7 @@ func check(list []mapping, regions []core.Region, write bool) error {
 
 // blockIn is the first block of a region with bytes in a gap. What lies between blocks may
 // be anything.
-func blockIn(r *core.Region, g *gap) (block uint64, hit bool) {
+func blockIn(r *kv.Region, g *gap) (block uint64, hit bool) {
 	block = (g.from - r.Base) / r.BlockStride
 	if g.from >= r.Base+block*r.BlockStride+r.BlockBytes {
 		block++
@@ -80,7 +79,7 @@ func (e *FaultError) Error() string { return e.text }
 
 // Fault explains why the kernel did not read the spans, or write them, for this process.
 // cause is the kernel's errno. At least one span is of a region.
-func Fault(regions []core.Region, spans []Span, write bool, cause error) error {
+func Fault(regions []kv.Region, spans []Span, write bool, cause error) error {
 	verb := "read"
 	if write {
 		verb = "written"

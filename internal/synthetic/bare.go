@@ -13,7 +13,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // The bare loop is what tcp is held against: blocking calls of writev and readv over the same
@@ -32,7 +32,7 @@ const bareTimeout = 60 * time.Second
 type piece struct{ base, len uintptr }
 
 // share is one connection's part of some blocks of all layers.
-func (p *Pool) share(ids []core.BlockID, stream, streams int) []piece {
+func (p *Pool) share(ids []kv.BlockID, stream, streams int) []piece {
 	all := p.layers * len(ids)
 	from, to := all*stream/streams, all*(stream+1)/streams
 	out := make([]piece, 0, to-from)
@@ -129,7 +129,7 @@ func (p *prefill) bare(o Order) (Answer, error) {
 
 // ReceiveBare has the prefill side send the blocks that it chose for a transfer, by the bare loop,
 // and receives them. It says how long the bytes took.
-func (p *Pool) ReceiveBare(peer *Process, o Order, dst []core.BlockID) (took time.Duration, err error) {
+func (p *Pool) ReceiveBare(peer *Process, o Order, dst []kv.BlockID) (took time.Duration, err error) {
 	o.Op = "bare"
 	a, err := peer.Ask(o)
 	if err != nil {

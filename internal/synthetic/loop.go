@@ -7,8 +7,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/callprobe"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Another is a pool of the same shape, filled, in ordinary memory or in such as other processes can map.
@@ -28,7 +28,7 @@ const (
 
 // ReadLoop copies blocks of all layers out of another process's pool of the same shape, whose memory
 // begins at base: by system calls, one after the other, and nothing else.
-func (p *Pool) ReadLoop(pid int, base uint64, src, dst []core.BlockID) (bytes int, err error) {
+func (p *Pool) ReadLoop(pid int, base uint64, src, dst []kv.BlockID) (bytes int, err error) {
 	type vector struct{ base, len uintptr }
 	per := max(1, min(loopVector, loopBytes/p.block))
 	var into, from [loopVector]vector
@@ -54,7 +54,7 @@ func (p *Pool) ReadLoop(pid int, base uint64, src, dst []core.BlockID) (bytes in
 }
 
 // CopyFrom copies blocks of all layers out of another pool of this process.
-func (p *Pool) CopyFrom(far *Pool, src, dst []core.BlockID) {
+func (p *Pool) CopyFrom(far *Pool, src, dst []kv.BlockID) {
 	for l := range p.layers {
 		for i := range src {
 			copy(p.mem[(l*p.blocks+int(dst[i]))*p.block:][:p.block], far.mem[(l*p.blocks+int(src[i]))*p.block:][:p.block])

@@ -7,8 +7,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Pool is a paged KV cache without an engine: some layers of blocks, more blocks
@@ -55,10 +55,10 @@ func (p *Pool) Free() {
 }
 
 // Regions are what an agent registers, one a layer.
-func (p *Pool) Regions() []core.Region {
-	out := make([]core.Region, p.layers)
+func (p *Pool) Regions() []kv.Region {
+	out := make([]kv.Region, p.layers)
 	for l := range out {
-		out[l] = core.Region{
+		out[l] = kv.Region{
 			Name: fmt.Sprintf("layer.%d", l), Base: uint64(uintptr(unsafe.Pointer(&p.mem[l*p.blocks*p.block]))),
 			BlockStride: uint64(p.block), BlockBytes: uint64(p.block), NumBlocks: uint32(p.blocks),
 		}
@@ -66,7 +66,7 @@ func (p *Pool) Regions() []core.Region {
 	return out
 }
 
-func (p *Pool) words(layer int, id core.BlockID) []uint64 {
+func (p *Pool) words(layer int, id kv.BlockID) []uint64 {
 	off := (layer*p.blocks + int(id)) * p.block
 	return unsafe.Slice((*uint64)(unsafe.Pointer(&p.mem[off])), p.block/8)
 }
@@ -79,7 +79,7 @@ func word(transfer, layer, position, i int) uint64 {
 }
 
 // Fill writes a transfer's pattern into blocks.
-func (p *Pool) Fill(transfer int, ids []core.BlockID) {
+func (p *Pool) Fill(transfer int, ids []kv.BlockID) {
 	for l := range p.layers {
 		for pos, id := range ids {
 			w := p.words(l, id)
@@ -103,15 +103,15 @@ func (p *Pool) Clear() {
 
 // Check compares blocks with a transfer's pattern from its position first on,
 // and every other block with idle.
-func (p *Pool) Check(transfer, first int, ids []core.BlockID) error {
-	position := make(map[core.BlockID]int, len(ids))
+func (p *Pool) Check(transfer, first int, ids []kv.BlockID) error {
+	position := make(map[kv.BlockID]int, len(ids))
 	for k, id := range ids {
 		position[id] = first + k
 	}
 	for l := range p.layers {
 		for b := range p.blocks {
-			pos, loaded := position[core.BlockID(b)]
-			for i, got := range p.words(l, core.BlockID(b)) {
+			pos, loaded := position[kv.BlockID(b)]
+			for i, got := range p.words(l, kv.BlockID(b)) {
 				want := uint64(idle)
 				if loaded {
 					want = word(transfer, l, pos, i)
@@ -126,22 +126,22 @@ func (p *Pool) Check(transfer, first int, ids []core.BlockID) error {
 }
 
 // Choose picks n of the pool's blocks: scattered, or the first ones.
-func (p *Pool) Choose(n int, seed int64, adjacent bool) []core.BlockID {
+func (p *Pool) Choose(n int, seed int64, adjacent bool) []kv.BlockID {
 	if !adjacent {
 		return p.Scatter(n, seed)
 	}
-	out := make([]core.BlockID, n)
+	out := make([]kv.BlockID, n)
 	for i := range out {
-		out[i] = core.BlockID(i)
+		out[i] = kv.BlockID(i)
 	}
 	return out
 }
 
 // Scatter picks n of the pool's blocks in an order that a seed gives.
-func (p *Pool) Scatter(n int, seed int64) []core.BlockID {
-	out := make([]core.BlockID, n)
+func (p *Pool) Scatter(n int, seed int64) []kv.BlockID {
+	out := make([]kv.BlockID, n)
 	for i, b := range rand.New(rand.NewSource(seed)).Perm(p.blocks)[:n] {
-		out[i] = core.BlockID(b)
+		out[i] = kv.BlockID(b)
 	}
 	return out
 }

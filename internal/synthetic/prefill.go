@@ -15,6 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/node"
 )
@@ -97,7 +98,7 @@ func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
 	case "offer":
 		ids := p.pool.Choose(o.Count, int64(o.Transfer), o.Adjacent)
 		p.pool.Fill(o.Transfer, ids)
-		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Selection: core.Selection{Blocks: [][]core.BlockID{ids}}}})
+		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Selection: kv.Selection{Blocks: [][]kv.BlockID{ids}}}})
 		return Answer{}, err
 	case "wait":
 		r, err := WaitReport(ctx, p.agent, core.TransferID(o.ID))

@@ -9,7 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -20,7 +20,7 @@ func TestPoolFindsWrongBytes(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer p.Free()
-	ids := []core.BlockID{3, 1, 6}
+	ids := []kv.BlockID{3, 1, 6}
 	fresh := func() {
 		p.Clear()
 		p.Fill(5, ids)
@@ -32,7 +32,7 @@ func TestPoolFindsWrongBytes(t *testing.T) {
 	for name, harm := range map[string]func(){
 		"a byte inside":            func() { p.mem[3*64+9] ^= 1 },
 		"a byte outside":           func() { p.mem[2*64] ^= 1 },
-		"two blocks in exchange":   func() { p.Fill(5, []core.BlockID{1, 3, 6}) },
+		"two blocks in exchange":   func() { p.Fill(5, []kv.BlockID{1, 3, 6}) },
 		"another transfer's bytes": func() { p.Fill(6, ids) },
 		"another layer's block":    func() { copy(p.mem[8*64+3*64:][:64], p.mem[3*64:][:64]) },
 	} {

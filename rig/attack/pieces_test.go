@@ -6,7 +6,7 @@ import (
 	"os/exec"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -19,7 +19,7 @@ func otherOrder() *wire.Request {
 	req := aHello()
 	for i := range req.Hello.Shapes {
 		s := &req.Hello.Shapes[i]
-		r := ordered(core.Region{}, "HND")[0]
+		r := ordered(kv.Region{}, "HND")[0]
 		s.Tokens, s.Heads, s.TotalHeads, s.TokenStride, s.HeadStride = r.Tokens, r.Heads, r.TotalHeads, r.TokenStride, r.HeadStride
 	}
 	return req

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rig/nettest"
 )
@@ -42,21 +43,21 @@ const (
 // The items of a block whose region says its order: the smallest that there are.
 const (
 	tokens = 16
-	heads  = blockBytes / tokens / core.RegionAlign
+	heads  = blockBytes / tokens / kv.RegionAlign
 )
 
 // ordered gives a region's blocks tokens and heads, in an order: "NHD" or "HND". "heads" makes
 // a region of each head. "" leaves the blocks opaque.
-func ordered(r core.Region, order string) (list []core.Region) {
+func ordered(r kv.Region, order string) (list []kv.Region) {
 	r.Tokens, r.Heads, r.TotalHeads = tokens, heads, heads
 	switch order {
 	case "NHD":
-		r.TokenStride, r.HeadStride = heads*core.RegionAlign, core.RegionAlign
+		r.TokenStride, r.HeadStride = heads*kv.RegionAlign, kv.RegionAlign
 	case "HND":
-		r.TokenStride, r.HeadStride = core.RegionAlign, tokens*core.RegionAlign
+		r.TokenStride, r.HeadStride = kv.RegionAlign, tokens*kv.RegionAlign
 	case "heads":
 		r.BlockBytes, r.BlockStride, r.Heads = blockBytes/heads, blockBytes/heads, 1
-		r.TokenStride, r.HeadStride = core.RegionAlign, core.RegionAlign
+		r.TokenStride, r.HeadStride = kv.RegionAlign, kv.RegionAlign
 		for h := range uint32(heads) {
 			r.FirstHead = h
 			list = append(list, r)
@@ -66,7 +67,7 @@ func ordered(r core.Region, order string) (list []core.Region) {
 	default:
 		r.Tokens, r.Heads, r.TotalHeads = 0, 0, 0
 	}
-	return []core.Region{r}
+	return []kv.Region{r}
 }
 
 func TestMain(m *testing.M) {
@@ -116,9 +117,9 @@ func beVictim(text string) {
 	die(err)
 	memory, err := unix.Mmap(-1, 0, layers*numBlocks*blockBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	die(err)
-	var regions []core.Region
+	var regions []kv.Region
 	for i := range layers {
-		regions = append(regions, ordered(core.Region{Name: fmt.Sprintf("layer.%d", i+layers*cfg.PPRank), Base: uint64(uintptr(unsafe.Pointer(&memory[i*numBlocks*blockBytes]))),
+		regions = append(regions, ordered(kv.Region{Name: fmt.Sprintf("layer.%d", i+layers*cfg.PPRank), Base: uint64(uintptr(unsafe.Pointer(&memory[i*numBlocks*blockBytes]))),
 			BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}, os.Getenv(orderVariable))...)
 	}
 	a, err := node.Open(cfg, node.Options{})
@@ -139,14 +140,14 @@ func beVictim(text string) {
 			}
 		}
 	}()
-	blocks := func(from, n string) [][]core.BlockID {
+	blocks := func(from, n string) [][]kv.BlockID {
 		first, _ := strconv.Atoi(from)
 		count, _ := strconv.Atoi(n)
-		list := make([]core.BlockID, count)
+		list := make([]kv.BlockID, count)
 		for i := range list {
-			list[i] = core.BlockID(first + i)
+			list[i] = kv.BlockID(first + i)
 		}
-		return [][]core.BlockID{list}
+		return [][]kv.BlockID{list}
 	}
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {
@@ -159,10 +160,10 @@ func beVictim(text string) {
 				memory[i] = byte(b)
 			}
 		case "offer":
-			_, err = a.Offer([]core.OfferRequest{{ID: core.TransferID(f[1]), Selection: core.Selection{Blocks: blocks(f[2], f[3])}}})
+			_, err = a.Offer([]core.OfferRequest{{ID: core.TransferID(f[1]), Selection: kv.Selection{Blocks: blocks(f[2], f[3])}}})
 		case "load": // of engine p0, or of another
 			f = append(f, "p0")
-			_, err = a.StartLoad([]core.LoadRequest{{ID: core.TransferID(f[1]), From: core.Target{Bootstrap: f[4], EngineID: f[5], DPRank: -1}, Selection: core.Selection{Blocks: blocks(f[2], f[3])}}})
+			_, err = a.StartLoad([]core.LoadRequest{{ID: core.TransferID(f[1]), From: core.Target{Bootstrap: f[4], EngineID: f[5], DPRank: -1}, Selection: kv.Selection{Blocks: blocks(f[2], f[3])}}})
 		case "cancel":
 			_, err = a.Cancel([]core.TransferID{core.TransferID(f[1])}, "the engine's wish")
 		case "bytes": // of all blocks, or of some

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -53,8 +54,8 @@ func (h *honest) early(t testing.TB, p, d *victim, id string) {
 // sharedClaims claims transfers that nobody has named, each in 64 shares: one message takes as many places as there are.
 func sharedClaims() *wire.Request {
 	r := &wire.Renew{}
-	for i := range core.Defaults.MaxTransfers / core.MaxShares {
-		r.Claims = append(r.Claims, string(core.Share{Of: core.MaxShares}.Part(core.TransferID(fmt.Sprint("taken", i)))))
+	for i := range core.Defaults.MaxTransfers / kv.MaxShares {
+		r.Claims = append(r.Claims, string(core.PartID(core.TransferID(fmt.Sprint("taken", i)), kv.Share{Of: kv.MaxShares})))
 	}
 	return &wire.Request{Kind: wire.KindRenew, Renew: r}
 }

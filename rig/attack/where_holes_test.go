@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -18,7 +18,7 @@ func ofHeads() *wire.Request {
 	req := aHello()
 	req.Hello.Shapes = nil
 	for i := range layers {
-		for _, r := range ordered(core.Region{NumBlocks: numBlocks}, "heads") {
+		for _, r := range ordered(kv.Region{NumBlocks: numBlocks}, "heads") {
 			shape := wire.Shape{Name: fmt.Sprintf("layer.%d", i), BlockStride: r.BlockStride, BlockBytes: r.BlockBytes, NumBlocks: r.NumBlocks}
 			shape.Tokens, shape.Heads, shape.FirstHead, shape.TotalHeads = r.Tokens, r.Heads, r.FirstHead, r.TotalHeads
 			shape.TokenStride, shape.HeadStride = r.TokenStride, r.HeadStride
@@ -39,7 +39,7 @@ func TestFramesThatLeaveHoles(t *testing.T) {
 		e := s.prefills(s.hostileEngine("evil"), ofHeads().Hello)
 		const first, blocks = 24, 4
 		const bytes = blocks * layers * blockBytes
-		const most = bytes / core.RegionAlign // pieces of the load, of one token of one head
+		const most = bytes / kv.RegionAlign // pieces of the load, of one token of one head
 		d.say("load holes %d %d %s %s", first, blocks, e.boot, s.hostileEngine("evil"))
 		l := e.load(s, "holes")
 		st := await(s, "stream of decode's", e.streams)

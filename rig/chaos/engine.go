@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/safe"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 )
 
@@ -48,7 +49,7 @@ type half struct {
 
 // held are the blocks of an accepted half.
 type held struct {
-	blocks []core.BlockID
+	blocks []kv.BlockID
 	tag    uint64
 	first  int
 	called int64
@@ -225,7 +226,7 @@ func (e *engine) refused(id core.TransferID, err error) {
 }
 
 // take takes blocks for a half; e.mu is held.
-func (e *engine) take(it item) []core.BlockID {
+func (e *engine) take(it item) []kv.BlockID {
 	ids, wrong := e.mem.take(it.Blocks)
 	if wrong != nil {
 		e.tell(event{Op: evWrong, ID: it.ID, Error: wrong.Error(), At: now()})
@@ -256,7 +257,7 @@ func (e *engine) offer(it item) event {
 		if w.g == nil {
 			fill()
 		}
-		_, err = e.agent.Offer([]core.OfferRequest{{ID: it.ID, Selection: core.Selection{Blocks: [][]core.BlockID{ids}}, After: w.moment}})
+		_, err = e.agent.Offer([]core.OfferRequest{{ID: it.ID, Selection: kv.Selection{Blocks: [][]kv.BlockID{ids}}, After: w.moment}})
 		w.runs(fill)
 		return err
 	})
@@ -278,7 +279,7 @@ func (e *engine) load(it item) event {
 			return err
 		}
 		_, err = e.agent.StartLoad([]core.LoadRequest{{ID: it.ID, From: *it.From, After: w.moment,
-			Selection: core.Selection{First: []uint32{uint32(it.First)}, Blocks: [][]core.BlockID{ids}}}})
+			Selection: kv.Selection{First: []uint32{uint32(it.First)}, Blocks: [][]kv.BlockID{ids}}}})
 		w.runs(func() { e.unwritten(it.ID, ids) })
 		return err
 	})

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rig/testdouble"
 	double "github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -86,7 +87,7 @@ func (w work) runs(do func()) {
 }
 
 // unwritten checks blocks of a load while the engine still reads their old content.
-func (e *engine) unwritten(id core.TransferID, ids []core.BlockID) {
+func (e *engine) unwritten(id core.TransferID, ids []kv.BlockID) {
 	for _, b := range ids {
 		if err := e.mem.check(b, e.mem.paint[b], 0); err != nil {
 			e.tell(event{Op: evWrong, ID: id, Error: "a block was written before its moment: " + err.Error(), At: now()})

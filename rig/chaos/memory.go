@@ -6,9 +6,8 @@ import (
 	"strings"
 	"unsafe"
 
+	"github.com/kvconn/kvconn/kv"
 	"golang.org/x/sys/unix"
-
-	"github.com/kvconn/kvconn/core"
 )
 
 // memory is an engine's paged cache, outside Go's heap. Every block always holds a known
@@ -21,7 +20,7 @@ type memory struct {
 	blocks     int // of a region
 	blockBytes int
 	paint      []uint64 // per block: the tag of nobody's pattern, anew after each use
-	free       []core.BlockID
+	free       []kv.BlockID
 	given      uint64
 }
 
@@ -46,9 +45,9 @@ func newMemory(kind string, regions, blocks, blockBytes int) (*memory, error) {
 		return nil, fmt.Errorf("%d bytes of memory: %w", size, err)
 	}
 	m := &memory{mem: mem, gpu: on, base: base, regions: regions, blocks: blocks, blockBytes: blockBytes, paint: make([]uint64, blocks)}
-	ids := make([]core.BlockID, blocks)
+	ids := make([]kv.BlockID, blocks)
 	for i := range ids {
-		ids[i] = core.BlockID(i)
+		ids[i] = kv.BlockID(i)
 	}
 	m.give(ids)
 	return m, nil
@@ -56,21 +55,21 @@ func newMemory(kind string, regions, blocks, blockBytes int) (*memory, error) {
 
 func (m *memory) unmap() { _ = unix.Munmap(m.mem) }
 
-func (m *memory) layout() []core.Region {
-	out := make([]core.Region, m.regions)
+func (m *memory) layout() []kv.Region {
+	out := make([]kv.Region, m.regions)
 	for r := range out {
-		out[r] = core.Region{
+		out[r] = kv.Region{
 			Name: fmt.Sprintf("layer.%d", r), Base: m.base + uint64(r*m.blocks*m.blockBytes),
 			BlockStride: uint64(m.blockBytes), BlockBytes: uint64(m.blockBytes), NumBlocks: uint32(m.blocks),
 		}
 		if m.gpu != nil {
-			out[r].Memory = core.DeviceMemory(0)
+			out[r].Memory = kv.DeviceMemory(0)
 		}
 	}
 	return out
 }
 
-func (m *memory) words(region int, id core.BlockID) []uint64 {
+func (m *memory) words(region int, id kv.BlockID) []uint64 {
 	off := (region*m.blocks + int(id)) * m.blockBytes
 	return unsafe.Slice((*uint64)(unsafe.Pointer(&m.mem[off])), m.blockBytes/8)
 }
@@ -92,7 +91,7 @@ func base(tag uint64, region, position int) uint64 {
 	return mix(mix(tag+golden) ^ uint64(region)<<32 ^ uint64(position))
 }
 
-func (m *memory) fill(id core.BlockID, tag uint64, position int) {
+func (m *memory) fill(id kv.BlockID, tag uint64, position int) {
 	for r := range m.regions {
 		x := base(tag, r, position)
 		w := m.words(r, id)
@@ -104,7 +103,7 @@ func (m *memory) fill(id core.BlockID, tag uint64, position int) {
 }
 
 // check says which byte of a block is not the pattern's.
-func (m *memory) check(id core.BlockID, tag uint64, position int) error {
+func (m *memory) check(id kv.BlockID, tag uint64, position int) error {
 	for r := range m.regions {
 		x := base(tag, r, position)
 		for i, got := range m.words(r, id) {
@@ -122,11 +121,11 @@ const nobody = 1 << 63
 
 // take gives n free blocks; the block that was given back last comes first. If fewer are
 // free, it gives none. The error says that someone has written into one.
-func (m *memory) take(n int) ([]core.BlockID, error) {
+func (m *memory) take(n int) ([]kv.BlockID, error) {
 	if n > len(m.free) {
 		return nil, nil
 	}
-	ids := make([]core.BlockID, n)
+	ids := make([]kv.BlockID, n)
 	var wrong error
 	for i := range ids {
 		ids[i] = m.free[len(m.free)-1]
@@ -146,7 +145,7 @@ const mostTold = 16
 
 // written says where blocks differ from nobody's pattern: a whole part that came again
 // looks otherwise than a packet.
-func (m *memory) written(ids []core.BlockID) string {
+func (m *memory) written(ids []kv.BlockID) string {
 	var places []string
 	for _, id := range ids {
 		for r := range m.regions {
@@ -172,7 +171,7 @@ func (m *memory) written(ids []core.BlockID) string {
 }
 
 // give makes blocks free again and paints them over.
-func (m *memory) give(ids []core.BlockID) {
+func (m *memory) give(ids []kv.BlockID) {
 	for _, id := range ids {
 		m.given++
 		m.paint[id] = nobody | m.given

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func wrongGrants(t *testing.T, f Fixture) {
@@ -17,7 +18,7 @@ func wrongGrants(t *testing.T, f Fixture) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, d := pair(t, f, dense(4096, 100), dense(4096, 100))
-			blocks := [][]core.BlockID{sequence(0, 50)}
+			blocks := [][]kv.BlockID{sequence(0, 50)}
 			p.paint(1, blocks)
 			grant := d.expect("t", p, blocks)
 			p.write("t", d, forge(grant), blocks, blocks)
@@ -39,7 +40,7 @@ func stolenGrant(t *testing.T, f Fixture) {
 	p, d := pair(t, f, spec, spec)
 	thief := open(t, f, "thief", spec)
 	connect(t, d, thief)
-	blocks := [][]core.BlockID{sequence(0, 20)}
+	blocks := [][]kv.BlockID{sequence(0, 20)}
 	p.paint(1, blocks)
 	thief.paint(2, blocks)
 	grant := d.expect("t", p, blocks)
@@ -54,7 +55,7 @@ func stolenGrant(t *testing.T, f Fixture) {
 func neverConnected(t *testing.T, f Fixture) {
 	spec := dense(4096, 4)
 	p, d := open(t, f, "sender", spec), open(t, f, "stranger", spec)
-	blocks := [][]core.BlockID{sequence(0, 4)}
+	blocks := [][]kv.BlockID{sequence(0, 4)}
 	p.paint(1, blocks)
 	p.write("s", d, bytes.Repeat([]byte{1}, 16), blocks, blocks) // not even admitted
 	p.admit(d.id)
@@ -82,7 +83,7 @@ func nobodyThere(t *testing.T, f Fixture) {
 // admitAgain: a second hello must not cut off the streams that the first one has set up.
 func admitAgain(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
-	blocks := [][]core.BlockID{sequence(0, 4)}
+	blocks := [][]kv.BlockID{sequence(0, 4)}
 	p.paint(1, blocks)
 	ticket := p.admit(d.id)
 	if again := p.admit(d.id); !bytes.Equal(ticket, again) {
@@ -104,7 +105,7 @@ func admitAgain(t *testing.T, f Fixture) {
 func wrongTickets(t *testing.T, f Fixture) {
 	spec := dense(4096, 40)
 	p, d := pair(t, f, spec, spec)
-	blocks, more := [][]core.BlockID{sequence(0, 20)}, [][]core.BlockID{sequence(20, 20)}
+	blocks, more := [][]kv.BlockID{sequence(0, 20)}, [][]kv.BlockID{sequence(20, 20)}
 	p.paint(1, blocks)
 	p.paint(2, more)
 	moves(t, p, d, "before", blocks)
@@ -143,7 +144,7 @@ func crossedGrant(t *testing.T, f Fixture) {
 	p, a := pair(t, f, spec, spec)
 	b := open(t, f, "other", spec)
 	connect(t, b, p)
-	blocks := [][]core.BlockID{sequence(0, 20)}
+	blocks := [][]kv.BlockID{sequence(0, 20)}
 	p.paint(1, blocks)
 	ga, gb := a.expect("t", p, blocks), b.expect("u", p, blocks)
 	p.write("u", a, gb, blocks, blocks)
@@ -161,7 +162,7 @@ func crossedGrant(t *testing.T, f Fixture) {
 func dismiss(t *testing.T, f Fixture) {
 	spec := dense(4096, 20)
 	p, d := pair(t, f, spec, spec)
-	blocks := [][]core.BlockID{sequence(0, 20)}
+	blocks := [][]kv.BlockID{sequence(0, 20)}
 	p.paint(1, blocks)
 	old := p.admit(d.id)
 	moves(t, p, d, "before", blocks)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // endpoint is an agent of the suite: memory, and a transport over it.
@@ -125,7 +126,7 @@ func (e *endpoint) down(peer core.AgentID, n int) Outcome {
 }
 
 // moves checks that a small transfer ends well between two agents.
-func moves(t *testing.T, p, d *endpoint, id core.TransferID, blocks [][]core.BlockID) {
+func moves(t *testing.T, p, d *endpoint, id core.TransferID, blocks [][]kv.BlockID) {
 	t.Helper()
 	p.write(id, d, d.expect(id, p, blocks), blocks, blocks)
 	well(t, id, p, d, d.layout.Bytes(blocks))
@@ -138,7 +139,7 @@ func pair(t *testing.T, f Fixture, src, dst []regionSpec) (sender, receiver *end
 	return sender, receiver
 }
 
-func (e *endpoint) expect(id core.TransferID, from *endpoint, dst [][]core.BlockID) []byte {
+func (e *endpoint) expect(id core.TransferID, from *endpoint, dst [][]kv.BlockID) []byte {
 	e.t.Helper()
 	grant, err := e.tr.Expect(id, from.id, e.layout.Segments(dst))
 	if err != nil {
@@ -147,7 +148,7 @@ func (e *endpoint) expect(id core.TransferID, from *endpoint, dst [][]core.Block
 	return grant
 }
 
-func (e *endpoint) write(id core.TransferID, to *endpoint, grant []byte, src, dst [][]core.BlockID) {
+func (e *endpoint) write(id core.TransferID, to *endpoint, grant []byte, src, dst [][]kv.BlockID) {
 	e.t.Helper()
 	pairs, err := e.layout.Plan(src, to.layout.Shapes(), dst)
 	if err != nil {
@@ -171,7 +172,7 @@ func well(t *testing.T, id core.TransferID, sender, receiver *endpoint, want uin
 }
 
 // transferOnce moves one transfer and checks every byte on both sides.
-func transferOnce(t *testing.T, f Fixture, srcSpec, dstSpec []regionSpec, src, dst [][]core.BlockID) {
+func transferOnce(t *testing.T, f Fixture, srcSpec, dstSpec []regionSpec, src, dst [][]kv.BlockID) {
 	t.Helper()
 	p, d := pair(t, f, srcSpec, dstSpec)
 	p.paint(7, src)
@@ -185,19 +186,19 @@ func transferOnce(t *testing.T, f Fixture, srcSpec, dstSpec []regionSpec, src, d
 	}
 }
 
-func sequence(from, n int) []core.BlockID {
-	out := make([]core.BlockID, n)
+func sequence(from, n int) []kv.BlockID {
+	out := make([]kv.BlockID, n)
 	for i := range out {
-		out[i] = core.BlockID(from + i)
+		out[i] = kv.BlockID(from + i)
 	}
 	return out
 }
 
 // shuffled gives n different ids below limit, the same in each run.
-func shuffled(seed uint64, n, limit int) []core.BlockID {
-	out := make([]core.BlockID, n)
+func shuffled(seed uint64, n, limit int) []kv.BlockID {
+	out := make([]kv.BlockID, n)
 	for i, p := range rand.New(rand.NewPCG(seed, 0)).Perm(limit)[:n] {
-		out[i] = core.BlockID(p)
+		out[i] = kv.BlockID(p)
 	}
 	return out
 }

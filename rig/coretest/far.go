@@ -5,7 +5,7 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Far is memory that nobody in this process can touch, as a GPU's is: the suite fills it and looks at it
@@ -20,7 +20,7 @@ type Far interface {
 }
 
 // goFar gives regions their bases: in far memory where the device holds them, else in mem.
-func (a *arena) goFar(t *testing.T, mem []byte, regions []core.Region, device *Device) {
+func (a *arena) goFar(t *testing.T, mem []byte, regions []kv.Region, device *Device) {
 	t.Helper()
 	var fars []Far
 	for _, alloc := range device.Far {
@@ -76,7 +76,7 @@ func (a *arena) push() *arena {
 }
 
 // pushBlocks is push of the blocks at the positions from begin to end. Neighbours go by one copy.
-func (a *arena) pushBlocks(blocks [][]core.BlockID, begin, end int) {
+func (a *arena) pushBlocks(blocks [][]kv.BlockID, begin, end int) {
 	for i := range a.far {
 		r := &a.layout.Regions[i]
 		if int(r.Group) >= len(blocks) {

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // geometrySpec says where the items lie in a region's blocks; no tokens: the blocks are
@@ -14,7 +15,7 @@ type geometrySpec struct {
 	hnd                       bool
 }
 
-func (g geometrySpec) apply(r *core.Region) {
+func (g geometrySpec) apply(r *kv.Region) {
 	if g.tokens == 0 {
 		return
 	}
@@ -27,7 +28,7 @@ func (g geometrySpec) apply(r *core.Region) {
 
 // eachItem calls f for every item of blocks: its region's name, its place in the
 // prompt and its memory in mem, which is the arena's or a copy of it.
-func (a *arena) eachItem(mem []byte, ids []core.BlockID, f func(name string, token, head uint32, b []byte)) {
+func (a *arena) eachItem(mem []byte, ids []kv.BlockID, f func(name string, token, head uint32, b []byte)) {
 	for i := range a.layout.Regions {
 		r := &a.layout.Regions[i]
 		item := r.BlockBytes / uint64(r.Tokens) / uint64(r.Heads)
@@ -73,7 +74,7 @@ func unequal(t *testing.T, f Fixture) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, d := pair(t, f, c.src, c.dst)
-			m, err := core.NewMatch(p.layout.Shapes(), d.layout.Shapes())
+			m, err := kv.NewMatch(p.layout.Shapes(), d.layout.Shapes())
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -99,11 +100,11 @@ func unequal(t *testing.T, f Fixture) {
 					bytes += uint64(len(b))
 				}
 			})
-			segments, err := m.Segments(core.Selection{Blocks: [][]core.BlockID{dst}, Tokens: []uint32{tokens}})
+			segments, err := m.Segments(kv.Selection{Blocks: [][]kv.BlockID{dst}, Tokens: []uint32{tokens}})
 			if err != nil {
 				t.Fatal(err)
 			}
-			pairs, err := m.Pairs(core.Selection{Blocks: [][]core.BlockID{src}}, core.Selection{Blocks: [][]core.BlockID{dst}, Tokens: []uint32{tokens}})
+			pairs, err := m.Pairs(kv.Selection{Blocks: [][]kv.BlockID{src}}, kv.Selection{Blocks: [][]kv.BlockID{dst}, Tokens: []uint32{tokens}})
 			if err != nil {
 				t.Fatal(err)
 			}

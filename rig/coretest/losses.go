@@ -6,14 +6,15 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func stopDuring(t *testing.T, f Fixture) {
 	inMidst(t, f,
 		func(p, d *endpoint) { p.tr.Stop("t") },
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)
-			p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
+			p.paint(2, [][]kv.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
 			if o.Err == nil {
 				if r := d.sink.Wait("received", "t", 1); r.Err != nil {
 					t.Errorf("written without an error, received with %v", r.Err)
@@ -27,7 +28,7 @@ func stopDuring(t *testing.T, f Fixture) {
 func senderGone(t *testing.T, f Fixture) {
 	inMidst(t, f,
 		func(p, d *endpoint) { p.close() },
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			d.sink.waitFor("word that the sender is gone", func() (Outcome, bool) {
 				for _, o := range d.sink.list {
 					if o.Kind == "down" && o.Peer == p.id && o.Err != nil || o.Kind == "received" {
@@ -48,7 +49,7 @@ func receiverGone(t *testing.T, f Fixture) {
 			d.close()
 			frozen = d.snapshot()
 		},
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)
 			if o.Err == nil && len(d.sink.All("received", "t")) == 0 {
 				t.Errorf("written without an error, but the receiver was closed before the end")
@@ -62,9 +63,9 @@ func receiverGone(t *testing.T, f Fixture) {
 func dismissDuring(t *testing.T, f Fixture) {
 	inMidst(t, f,
 		func(p, d *endpoint) { p.tr.Dismiss(d.id) },
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)
-			p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
+			p.paint(2, [][]kv.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
 			if o.Err == nil {
 				if r := d.sink.Wait("received", "t", 1); r.Err != nil {
 					t.Errorf("written without an error, received with %v", r.Err)
@@ -80,7 +81,7 @@ func dismissDuring(t *testing.T, f Fixture) {
 func lossAndReturn(t *testing.T, f Fixture) {
 	spec := dense(4096, 20)
 	p := open(t, f, "sender", spec)
-	blocks := [][]core.BlockID{sequence(0, 20)}
+	blocks := [][]kv.BlockID{sequence(0, 20)}
 	p.paint(1, blocks)
 	ticket := p.admit("receiver")
 	for i := range 3 {

@@ -8,9 +8,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/kvconn/kvconn/kv"
 	"golang.org/x/sys/unix"
-
-	"github.com/kvconn/kvconn/core"
 )
 
 const (
@@ -33,7 +32,7 @@ type arena struct {
 	mem    []byte   // as the suite sees it
 	starts []uint64 // of the regions in mem
 	far    []Far    // by region, for those of which mem is a copy; nil: none is
-	layout *core.Layout
+	layout *kv.Layout
 }
 
 // Device says how a transport finds a suite's memory as device memory.
@@ -57,7 +56,7 @@ type Device struct {
 
 // place gives regions their bases in the memory that they lie in. Before, the bases count
 // from the memory's start. hide undoes it.
-func (d *Device) place(regions []core.Region, mem []byte, file *os.File) (hide func(), err error) {
+func (d *Device) place(regions []kv.Region, mem []byte, file *os.File) (hide func(), err error) {
 	host := uint64(uintptr(unsafe.Pointer(&mem[0])))
 	if d == nil {
 		put(regions, func(int) uint64 { return host })
@@ -91,7 +90,7 @@ func (d *Device) at(region int, host uint64, addresses []uint64) uint64 {
 	return addresses[region%len(addresses)]
 }
 
-func put(regions []core.Region, at func(region int) uint64) {
+func put(regions []kv.Region, at func(region int) uint64) {
 	for i := range regions {
 		regions[i].Base += at(i)
 	}
@@ -114,10 +113,10 @@ func newMemory(t *testing.T) *os.File {
 func newArena(t *testing.T, specs []regionSpec, file *os.File, device *Device) *arena {
 	t.Helper()
 	size := uint64(guardBytes)
-	regions, starts := make([]core.Region, len(specs)), make([]uint64, len(specs))
+	regions, starts := make([]kv.Region, len(specs)), make([]uint64, len(specs))
 	for i, s := range specs {
 		r := &regions[i]
-		*r = core.Region{Name: fmt.Sprintf("layer%d", i), Group: s.group, BlockBytes: s.bytes, BlockStride: max(s.stride, s.bytes), NumBlocks: s.blocks}
+		*r = kv.Region{Name: fmt.Sprintf("layer%d", i), Group: s.group, BlockBytes: s.bytes, BlockStride: max(s.stride, s.bytes), NumBlocks: s.blocks}
 		if s.name != "" {
 			r.Name = s.name
 		}
@@ -170,9 +169,9 @@ func mapMemory(t *testing.T, file *os.File, size uint64) []byte {
 	return mem
 }
 
-func (a *arena) over(t *testing.T, mem []byte, regions []core.Region) *arena {
+func (a *arena) over(t *testing.T, mem []byte, regions []kv.Region) *arena {
 	t.Helper()
-	l, err := core.NewLayout(regions)
+	l, err := kv.NewLayout(regions)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -188,7 +187,7 @@ func fill(b []byte, v byte) {
 }
 
 // block is the memory of a block in a region.
-func (a *arena) block(region int, id core.BlockID) []byte {
+func (a *arena) block(region int, id kv.BlockID) []byte {
 	r := &a.layout.Regions[region]
 	off := a.starts[region] + uint64(id)*r.BlockStride
 	return a.mem[off : off+r.BlockBytes]
@@ -196,7 +195,7 @@ func (a *arena) block(region int, id core.BlockID) []byte {
 
 // each calls f for every piece of blocks: the region, the block's position in
 // the transfer, and its memory.
-func (a *arena) each(blocks [][]core.BlockID, f func(region, pos int, b []byte)) {
+func (a *arena) each(blocks [][]kv.BlockID, f func(region, pos int, b []byte)) {
 	for i, r := range a.layout.Regions {
 		if int(r.Group) < len(blocks) {
 			for k, id := range blocks[r.Group] {
@@ -228,12 +227,12 @@ func paint(b []byte, transfer, region, pos int) {
 }
 
 // paint fills blocks with the pattern of a transfer.
-func (a *arena) paint(transfer int, blocks [][]core.BlockID) {
+func (a *arena) paint(transfer int, blocks [][]kv.BlockID) {
 	a.paintFrom(transfer, blocks, 0, math.MaxInt)
 }
 
 // paintFrom is paint of the blocks at the positions from begin to end.
-func (a *arena) paintFrom(transfer int, blocks [][]core.BlockID, begin, end int) {
+func (a *arena) paintFrom(transfer int, blocks [][]kv.BlockID, begin, end int) {
 	a.each(blocks, func(region, pos int, b []byte) {
 		if pos >= begin && pos < end {
 			paint(b, transfer, region, pos)
@@ -245,7 +244,7 @@ func (a *arena) paintFrom(transfer int, blocks [][]core.BlockID, begin, end int)
 // delivery is what some blocks should hold.
 type delivery struct {
 	transfer int
-	blocks   [][]core.BlockID
+	blocks   [][]kv.BlockID
 	part     bool // bytes may be untouched still
 	later    int  // of a part: bytes may be those of this transfer, which the sender's blocks had afterwards; 0: none
 }
@@ -340,7 +339,7 @@ func meaning(mem []byte) string {
 // write by system calls that the race detector does not see, hence norace.
 //
 //go:norace
-func (a *arena) touched(blocks [][]core.BlockID) bool {
+func (a *arena) touched(blocks [][]kv.BlockID) bool {
 	for i, r := range a.layout.Regions {
 		if int(r.Group) < len(blocks) {
 			for _, id := range blocks[r.Group] {

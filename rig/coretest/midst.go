@@ -6,10 +6,11 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // landed waits for the first byte in any of some blocks.
-func (e *endpoint) landed(blocks [][]core.BlockID) {
+func (e *endpoint) landed(blocks [][]kv.BlockID) {
 	e.t.Helper()
 	for deadline := time.Now().Add(patience); !e.touched(blocks); time.Sleep(20 * time.Microsecond) {
 		if time.Now().After(deadline) {
@@ -20,14 +21,14 @@ func (e *endpoint) landed(blocks [][]core.BlockID) {
 
 // inMidst starts a big write, calls cut when the write's first bytes have landed, and then
 // calls after. If the write ended well all the same, inMidst tries again with more bytes.
-func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
+func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]kv.BlockID)) {
 	inMidstOf(t, f, open, open, cut, after)
 }
 
 // opener is open or openRemote.
 type opener func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint
 
-func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]core.BlockID)) {
+func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]kv.BlockID)) {
 	const blockBytes = 256<<10 + 4
 	size := f.BigBytes
 	for try := range 8 {
@@ -37,7 +38,7 @@ func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endp
 			spec := dense(blockBytes, uint32(n))
 			p, d := openP(t, f, "sender", spec), openD(t, f, "receiver", spec)
 			connect(t, d, p)
-			src, dst := [][]core.BlockID{sequence(0, n)}, [][]core.BlockID{shuffled(1, n, n)}
+			src, dst := [][]kv.BlockID{sequence(0, n)}, [][]kv.BlockID{shuffled(1, n, n)}
 			p.paint(1, src)
 			p.write("t", d, d.expect("t", p, dst), src, dst)
 			d.landed(dst)

@@ -5,13 +5,13 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // idAgain: a load whose first agent is gone expects the same id again.
 func idAgain(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
-	src, first, second := [][]core.BlockID{sequence(0, 5)}, [][]core.BlockID{sequence(1, 5)}, [][]core.BlockID{sequence(10, 5)}
+	src, first, second := [][]kv.BlockID{sequence(0, 5)}, [][]kv.BlockID{sequence(1, 5)}, [][]kv.BlockID{sequence(10, 5)}
 	p.paint(1, src)
 	old := d.expect("t", p, first)
 	d.revoke("t")
@@ -26,10 +26,10 @@ func idAgain(t *testing.T, f Fixture) {
 
 func expectTwice(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
-	src, dst := [][]core.BlockID{sequence(0, 5)}, [][]core.BlockID{sequence(1, 5)}
+	src, dst := [][]kv.BlockID{sequence(0, 5)}, [][]kv.BlockID{sequence(1, 5)}
 	p.paint(1, src)
 	grant := d.expect("t", p, dst)
-	if _, err := d.tr.Expect("t", p.id, d.layout.Segments([][]core.BlockID{sequence(10, 5)})); err == nil {
+	if _, err := d.tr.Expect("t", p.id, d.layout.Segments([][]kv.BlockID{sequence(10, 5)})); err == nil {
 		t.Errorf("Expect of an id that is expected already gave no error")
 	}
 	p.write("t", d, grant, src, dst)
@@ -43,7 +43,7 @@ func unknownIDs(t *testing.T, f Fixture) {
 	p.revoke("never")
 	p.tr.Stop("never")
 	d.tr.Stop("never")
-	src := [][]core.BlockID{sequence(0, 4)}
+	src := [][]kv.BlockID{sequence(0, 4)}
 	p.paint(1, src)
 	p.write("t", d, d.expect("t", p, src), src, src)
 	well(t, "t", p, d, d.layout.Bytes(src))
@@ -53,7 +53,7 @@ func unknownIDs(t *testing.T, f Fixture) {
 // takes no more orders.
 func closed(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
-	blocks := [][]core.BlockID{sequence(0, 4)}
+	blocks := [][]kv.BlockID{sequence(0, 4)}
 	p.paint(1, blocks)
 	grant := d.expect("t", p, blocks)
 	d.expect("u", p, blocks)

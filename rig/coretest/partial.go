@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // partialWrite is a write whose blocks become ready bit by bit.
@@ -15,34 +16,34 @@ type partialWrite struct {
 	p, d     *endpoint
 	id       core.TransferID
 	op       core.WriteOp // without pairs
-	match    *core.Match
-	src, dst [][]core.BlockID
+	match    *kv.Match
+	src, dst [][]kv.BlockID
 	ready    []uint32 // per region of P, blocks
 	begun    bool
 }
 
-func beginPartial(p, d *endpoint, id core.TransferID, src, dst [][]core.BlockID) *partialWrite {
+func beginPartial(p, d *endpoint, id core.TransferID, src, dst [][]kv.BlockID) *partialWrite {
 	p.t.Helper()
-	m, err := core.NewMatch(p.layout.Shapes(), d.layout.Shapes())
+	m, err := kv.NewMatch(p.layout.Shapes(), d.layout.Shapes())
 	if err != nil {
 		p.t.Fatal(err)
 	}
 	w := &partialWrite{p: p, d: d, id: id, match: m, src: src, dst: dst, ready: make([]uint32, len(p.layout.Regions))}
-	w.op = core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, p, dst), Bytes: m.Bytes(core.Selection{Blocks: dst})}
+	w.op = core.WriteOp{ID: id, Peer: d.id, Grant: d.expect(id, p, dst), Bytes: m.Bytes(kv.Selection{Blocks: dst})}
 	return w
 }
 
 // upTo gives the blocks that are new when so many of each region are ready; nil: all.
 func (w *partialWrite) upTo(ready []uint32) {
 	w.p.t.Helper()
-	pairs, at, err := w.match.PairsBetween(core.Selection{Blocks: w.src}, core.Selection{Blocks: w.dst}, w.ready, ready)
+	pairs, at, err := w.match.PairsBetween(kv.Selection{Blocks: w.src}, kv.Selection{Blocks: w.dst}, w.ready, ready)
 	if err != nil {
 		w.p.t.Fatal(err)
 	}
 	op := w.op
 	op.Pairs, op.At = pairs, at
 	if op.At == nil {
-		op.At = []core.Extent{}
+		op.At = []kv.Extent{}
 	}
 	if w.ready = ready; w.begun {
 		w.p.tr.Extend(op)
@@ -65,7 +66,7 @@ func bitByBit(t *testing.T, f Fixture) {
 	src := []regionSpec{{bytes: 4100, blocks: n}, {bytes: 512, stride: 1024, blocks: n}, {bytes: 96 << 10, blocks: n}}
 	dst := []regionSpec{{bytes: 4100, stride: 8192, blocks: n}, {bytes: 512, blocks: n}, {bytes: 96 << 10, blocks: n}}
 	p, d := pair(t, f, src, dst)
-	from, to := [][]core.BlockID{shuffled(1, n, n)}, [][]core.BlockID{shuffled(2, n, n)}
+	from, to := [][]kv.BlockID{shuffled(1, n, n)}, [][]kv.BlockID{shuffled(2, n, n)}
 	w := beginPartial(p, d, "t", from, to)
 	const steps = 7
 	for k := range steps {
@@ -78,7 +79,7 @@ func bitByBit(t *testing.T, f Fixture) {
 		}
 		w.upTo(ready)
 		if k < steps-1 {
-			d.landed([][]core.BlockID{to[0][end-1 : end]})
+			d.landed([][]kv.BlockID{to[0][end-1 : end]})
 			noReceived(t, d, "t", 0)
 		}
 	}
@@ -94,16 +95,16 @@ func TimeAtRest(t *testing.T, f Fixture, kind string) {
 	const n, tries = 8, 3
 	spec := []regionSpec{{bytes: 4096, blocks: n * tries}}
 	p, d := pair(t, f, spec, spec)
-	src := [][]core.BlockID{sequence(0, n)}
+	src := [][]kv.BlockID{sequence(0, n)}
 	p.paint(1, src)
 	of := map[string]*endpoint{"received": d, "written": p}[kind]
 	rest := 200 * time.Millisecond
 	for try := range tries {
 		id := core.TransferID(fmt.Sprint("t", try))
-		dst := [][]core.BlockID{sequence(try*n, n)}
+		dst := [][]kv.BlockID{sequence(try*n, n)}
 		w := beginPartial(p, d, id, src, dst)
 		w.upTo(w.each(n / 2))
-		d.landed([][]core.BlockID{dst[0][n/2-1 : n/2]})
+		d.landed([][]kv.BlockID{dst[0][n/2-1 : n/2]})
 		time.Sleep(rest)
 		w.upTo(nil)
 		well(t, id, p, d, d.layout.Bytes(dst))
@@ -128,7 +129,7 @@ func partialAtOnce(t *testing.T, f Fixture) {
 	var want []delivery
 	rnd := rand.New(rand.NewPCG(5, 0))
 	for i := range n {
-		part := func(ids []core.BlockID) [][]core.BlockID { return [][]core.BlockID{ids[i*each : (i+1)*each]} }
+		part := func(ids []kv.BlockID) [][]kv.BlockID { return [][]kv.BlockID{ids[i*each : (i+1)*each]} }
 		p.paint(i, part(src))
 		w := beginPartial(p, d, core.TransferID(fmt.Sprint("t", i)), part(src), part(dst))
 		w.upTo([]uint32{uint32(i % 2 * 3), 0})
@@ -154,12 +155,12 @@ func partialAtOnce(t *testing.T, f Fixture) {
 func atRest(t *testing.T, f Fixture, cut func(w *partialWrite), after func(w *partialWrite)) {
 	spec := dense(32<<10, 40)
 	p, d := pair(t, f, spec, spec)
-	src, dst := [][]core.BlockID{sequence(0, 40)}, [][]core.BlockID{shuffled(1, 40, 40)}
+	src, dst := [][]kv.BlockID{sequence(0, 40)}, [][]kv.BlockID{shuffled(1, 40, 40)}
 	p.paint(1, src)
 	w := beginPartial(p, d, "t", src, dst)
 	w.upTo(w.each(20))
 	for i := range 20 {
-		d.landed([][]core.BlockID{dst[0][i : i+1]})
+		d.landed([][]kv.BlockID{dst[0][i : i+1]})
 	}
 	cut(w)
 	after(w)
@@ -179,7 +180,7 @@ func partialStopped(t *testing.T, f Fixture) {
 		w.d.check(t, w.half())
 		noReceived(t, w.d, "t", len(w.d.sink.All("received", "t")))
 		// The id is free again.
-		blocks := [][]core.BlockID{sequence(0, 40)}
+		blocks := [][]kv.BlockID{sequence(0, 40)}
 		w.p.paint(2, blocks)
 		w.p.write("t", w.d, w.d.expect("t", w.p, blocks), blocks, blocks)
 		if o := w.p.sink.Wait("written", "t", 2); o.Err != nil {
@@ -211,7 +212,7 @@ func partialTooMuch(t *testing.T, f Fixture) {
 	atRest(t, f, func(w *partialWrite) {
 		again := w.op
 		var err error
-		if again.Pairs, again.At, err = w.match.PairsBetween(core.Selection{Blocks: w.src}, core.Selection{Blocks: w.dst}, nil, nil); err != nil {
+		if again.Pairs, again.At, err = w.match.PairsBetween(kv.Selection{Blocks: w.src}, kv.Selection{Blocks: w.dst}, nil, nil); err != nil {
 			t.Fatal(err)
 		}
 		w.p.tr.Extend(again)
@@ -257,8 +258,8 @@ func partialReceiverGone(t *testing.T, f Fixture) {
 
 func partialUnknown(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
-	p.tr.Extend(core.WriteOp{ID: "nobody's", Peer: d.id, Grant: make([]byte, 16), Bytes: 4096, Pairs: []core.Pair{{Length: 4096}}, At: []core.Extent{{Pairs: 1}}})
-	blocks := [][]core.BlockID{sequence(0, 4)}
+	p.tr.Extend(core.WriteOp{ID: "nobody's", Peer: d.id, Grant: make([]byte, 16), Bytes: 4096, Pairs: []kv.Pair{{Length: 4096}}, At: []kv.Extent{{Pairs: 1}}})
+	blocks := [][]kv.BlockID{sequence(0, 4)}
 	p.paint(1, blocks)
 	moves(t, p, d, "t", blocks)
 	d.check(t, delivery{transfer: 1, blocks: blocks})

@@ -5,11 +5,12 @@ import (
 	"sort"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Planning opens Cutters that are given plans where the suites give lists.
 func Planning(open RemoteOpener) RemoteOpener {
-	return func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
+	return func(id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
 		tr, err := open(id, l, sink, signal)
 		if err != nil {
 			return nil, err
@@ -38,10 +39,10 @@ func (p *signallingPlanner) Signalled(from core.AgentID, msg []byte) ([]byte, er
 
 type planner struct{ core.Cutter }
 
-func (p *planner) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+func (p *planner) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	list := &listPlan{}
 	for _, s := range dst {
-		list.add(core.Pair{DstRegion: s.Region, DstOffset: s.Offset, Length: s.Length})
+		list.add(kv.Pair{DstRegion: s.Region, DstOffset: s.Offset, Length: s.Length})
 	}
 	return p.ExpectPlan(id, peer, list)
 }
@@ -65,30 +66,30 @@ func Planned(op core.WriteOp) core.WriteOp {
 
 // listPlan cuts a plan off a list, a few pieces at a time.
 type listPlan struct {
-	pairs []core.Pair
+	pairs []kv.Pair
 	at    []uint64 // their positions
 	next  uint64
 }
 
-func (l *listPlan) add(p core.Pair) {
+func (l *listPlan) add(p kv.Pair) {
 	l.pairs, l.at = append(l.pairs, p), append(l.at, l.next)
 	l.next += p.Length
 }
 
 func (l *listPlan) Pieces() int { return len(l.pairs) }
 
-func (l *listPlan) Extents() (out []core.Extent) {
+func (l *listPlan) Extents() (out []kv.Extent) {
 	for i, p := range l.pairs {
 		if n := len(out); n > 0 && out[n-1].Position+out[n-1].Bytes == l.at[i] {
 			out[n-1].Bytes += p.Length
 			continue
 		}
-		out = append(out, core.Extent{Position: l.at[i], Bytes: p.Length})
+		out = append(out, kv.Extent{Position: l.at[i], Bytes: p.Length})
 	}
 	return out
 }
 
-func (l *listPlan) Pairs(out []core.Pair, position, _ uint64) []core.Pair {
+func (l *listPlan) Pairs(out []kv.Pair, position, _ uint64) []kv.Pair {
 	first := sort.Search(len(l.pairs), func(i int) bool { return l.at[i]+l.pairs[i].Length > position })
 	for i, p := range l.pairs[first:] {
 		begin := l.at[first+i]

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // ProcessSuite is the part of the contract that needs an agent in a process of
@@ -61,7 +62,7 @@ func betweenProcesses(t *testing.T, f Fixture) {
 	spec := dense(4100, 300)
 	p, d := openRemote(t, f, "sender", spec), openRemote(t, f, "receiver", spec)
 	connect(t, d, p)
-	src, dst := [][]core.BlockID{shuffled(1, 200, 300)}, [][]core.BlockID{shuffled(2, 200, 300)}
+	src, dst := [][]kv.BlockID{shuffled(1, 200, 300)}, [][]kv.BlockID{shuffled(2, 200, 300)}
 	p.paint(1, src)
 	p.write("t", d, d.expect("t", p, dst), src, dst)
 	well(t, "t", p, d, d.layout.Bytes(dst))
@@ -99,15 +100,15 @@ func senderStopped(t *testing.T, f Fixture) {
 		inMidstOf(t, f, openRemote, open,
 			func(p, d *endpoint) {
 				n := int(d.layout.Groups[0].NumBlocks)
-				d.landed([][]core.BlockID{shuffled(1, n, n)[n*round/(2*rounds):][:1]})
+				d.landed([][]kv.BlockID{shuffled(1, n, n)[n*round/(2*rounds):][:1]})
 				p.freeze()
 				within(d.t, "Revoke of a stopped sender's transfer", func() { d.revoke("t") })
 				told = len(d.sink.All("received", "t"))
-				d.paint(9, [][]core.BlockID{sequence(0, n)}) // the blocks are the engine's again
+				d.paint(9, [][]kv.BlockID{sequence(0, n)}) // the blocks are the engine's again
 				frozen = d.snapshot()
 				p.thaw()
 			},
-			func(p, d *endpoint, dst [][]core.BlockID) {
+			func(p, d *endpoint, dst [][]kv.BlockID) {
 				if o := p.sink.Wait("written", "t", 1); told == 0 {
 					refused(d.t, f, o)
 				}
@@ -122,7 +123,7 @@ func senderStopped(t *testing.T, f Fixture) {
 func senderStoppedClose(t *testing.T, f Fixture) {
 	inMidstOf(t, f, openRemote, open,
 		func(p, d *endpoint) { p.freeze() },
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			d.close()
 			ended := arrived(d)
 			d.paint(9, dst)
@@ -140,7 +141,7 @@ func senderStoppedClose(t *testing.T, f Fixture) {
 func senderKilled(t *testing.T, f Fixture) {
 	inMidstOf(t, f, openRemote, open,
 		func(p, d *endpoint) { p.kill() },
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := d.sink.Wait("received", "t", 1)
 			if o.Err != nil && !errors.Is(o.Err, core.ErrConnectionLost) {
 				d.t.Errorf("received from a killed sender: %v, want that the connection is lost", o.Err)
@@ -156,7 +157,7 @@ func senderKilled(t *testing.T, f Fixture) {
 func receiverKilled(t *testing.T, f Fixture) {
 	inMidstOf(t, f, open, openRemote,
 		func(p, d *endpoint) { d.kill() },
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)
 			if o.Err != nil && !errors.Is(o.Err, core.ErrConnectionLost) {
 				d.t.Errorf("written to a killed receiver: %v, want that the connection is lost", o.Err)
@@ -175,14 +176,14 @@ func receiverStopped(t *testing.T, f Fixture) {
 		beside := false
 		inMidstOf(t, f, open, openRemote,
 			func(p, d *endpoint) { d.freeze() },
-			func(p, d *endpoint, dst [][]core.BlockID) {
+			func(p, d *endpoint, dst [][]kv.BlockID) {
 				opens := open
 				if f.Apart {
 					opens = openRemote
 				}
 				fast := opens(d.t, f, "fast", dense(p.layout.Regions[0].BlockBytes, 8))
 				connect(d.t, fast, p)
-				few := [][]core.BlockID{sequence(0, 8)}
+				few := [][]kv.BlockID{sequence(0, 8)}
 				for i := range 8 {
 					moves(d.t, p, fast, core.TransferID(fmt.Sprint("fast", i)), few)
 				}
@@ -193,7 +194,7 @@ func receiverStopped(t *testing.T, f Fixture) {
 				if o.Err == nil {
 					d.check(d.t, delivery{transfer: 1, blocks: dst})
 				}
-				p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
+				p.paint(2, [][]kv.BlockID{sequence(0, len(dst[0]))}) // the blocks are the engine's again
 				d.thaw()
 				p.close()
 				d.down(p.id, 1)
@@ -229,7 +230,7 @@ func stopOneOfTwo(t *testing.T, f Fixture, size int) bool {
 	spec := dense(blockBytes, uint32(2*n))
 	p, d := open(t, f, "sender", spec), openRemote(t, f, "receiver", spec)
 	connect(t, d, p)
-	one, two := [][]core.BlockID{sequence(0, n)}, [][]core.BlockID{sequence(n, n)}
+	one, two := [][]kv.BlockID{sequence(0, n)}, [][]kv.BlockID{sequence(n, n)}
 	p.paint(1, one)
 	p.paint(2, two)
 	g1, g2 := d.expect("stopped", p, one), d.expect("other", p, two)
@@ -257,10 +258,10 @@ func stopOneOfTwo(t *testing.T, f Fixture, size int) bool {
 func receiverStoppedClose(t *testing.T, f Fixture) {
 	inMidstOf(t, f, open, openRemote,
 		func(p, d *endpoint) { d.freeze() },
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			p.close() // says what came of the write
 			ended := p.sink.All("written", "t")[0].Err == nil
-			p.paint(2, [][]core.BlockID{sequence(0, len(dst[0]))})
+			p.paint(2, [][]kv.BlockID{sequence(0, len(dst[0]))})
 			d.thaw()
 			d.down(p.id, 1)
 			d.check(d.t, delivery{transfer: 1, blocks: dst, part: !ended, later: f.late(2)})

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Record is a machine's run, as core.Options.OnStep tells it: its first steps, up to a limit. It is written under the
@@ -35,7 +36,7 @@ func (r *Record) Add(now time.Time, e core.Event, actions []core.Action) {
 
 // Replay tells a new machine the events, and fails at the first that it answers in another way. It returns how often each
 // type of event was there.
-func (r *Record) Replay(t testing.TB, layout *core.Layout, opt core.Options) map[string]int {
+func (r *Record) Replay(t testing.TB, layout *kv.Layout, opt core.Options) map[string]int {
 	t.Helper()
 	opt.OnStep = nil
 	m, kinds := core.New(layout, opt), map[string]int{}

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // remoteEnv tells a test binary that it is a remote, and of which kind.
@@ -28,7 +29,7 @@ type RemoteKind struct {
 }
 
 // RemoteOpener opens a transport in a process that the suite has started.
-type RemoteOpener func(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error)
+type RemoteOpener func(id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) (core.Transport, error)
 
 // ServeRemote must be the first call of the TestMain of a package that has ProcessSuite
 // start processes. In such a process it opens the transport that Fixture.Remote names,
@@ -49,17 +50,17 @@ func ServeRemote(kinds map[string]RemoteKind) {
 type order struct {
 	N        int
 	Method   string
-	Agent    core.AgentID  `json:",omitempty"`
-	Regions  []core.Region `json:",omitempty"` // their bases count from the start of the memory
-	Size     int           `json:",omitempty"`
+	Agent    core.AgentID `json:",omitempty"`
+	Regions  []kv.Region  `json:",omitempty"` // their bases count from the start of the memory
+	Size     int          `json:",omitempty"`
 	ID       core.TransferID
-	Peer     core.AgentID   `json:",omitempty"`
-	Endpoint string         `json:",omitempty"`
-	Ticket   []byte         `json:",omitempty"`
-	Segments []core.Segment `json:",omitempty"`
-	Op       *core.WriteOp  `json:",omitempty"`
-	Msg      []byte         `json:",omitempty"` // of Signalled
-	Answer   *answer        `json:",omitempty"` // of "Answered": to the remote's signal of that number
+	Peer     core.AgentID  `json:",omitempty"`
+	Endpoint string        `json:",omitempty"`
+	Ticket   []byte        `json:",omitempty"`
+	Segments []kv.Segment  `json:",omitempty"`
+	Op       *core.WriteOp `json:",omitempty"`
+	Msg      []byte        `json:",omitempty"` // of Signalled
+	Answer   *answer       `json:",omitempty"` // of "Answered": to the remote's signal of that number
 }
 
 // answer is the result of order N; N 0: the sink was told something.
@@ -175,7 +176,7 @@ func serveRemote(kind RemoteKind, in io.Reader, out io.Writer) error {
 	if _, err := kind.Device.place(first.Regions, mem, os.NewFile(remoteMemory, "memory")); err != nil {
 		return err
 	}
-	l, err := core.NewLayout(first.Regions)
+	l, err := kv.NewLayout(first.Regions)
 	if err != nil {
 		return err
 	}

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // remote is a core.Transport in a process of its own.
@@ -62,7 +63,7 @@ func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *e
 		}
 		go r.read(bufio.NewReader(out))
 		t.Cleanup(r.kill)
-		first := order{Method: "open", Agent: id, Size: len(a.mem), Regions: append([]core.Region{}, a.layout.Regions...)}
+		first := order{Method: "open", Agent: id, Size: len(a.mem), Regions: append([]kv.Region{}, a.layout.Regions...)}
 		for i := range first.Regions {
 			first.Regions[i].Base = a.starts[i]
 		}
@@ -181,7 +182,7 @@ func (r *remote) Connect(peer core.AgentID, endpoint string, ticket []byte) erro
 	return err
 }
 
-func (r *remote) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+func (r *remote) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	a, err := r.ask(order{Method: "Expect", ID: id, Peer: peer, Segments: dst})
 	return a.Data, err
 }

@@ -7,11 +7,12 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func revokeBefore(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 100), dense(4096, 100))
-	blocks := [][]core.BlockID{sequence(0, 100)}
+	blocks := [][]kv.BlockID{sequence(0, 100)}
 	p.paint(1, blocks)
 	grant := d.expect("t", p, blocks)
 	d.revoke("t")
@@ -33,7 +34,7 @@ func revokeDuring(t *testing.T, f Fixture) {
 			frozen = d.snapshot()
 			told = len(d.sink.All("received", "t"))
 		},
-		func(p, d *endpoint, dst [][]core.BlockID) {
+		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)
 			if told == 0 && o.Err == nil && o.Stats.Bytes != p.layout.Bytes(dst) {
 				t.Errorf("written without an error after %d bytes", o.Stats.Bytes)
@@ -50,7 +51,7 @@ func revokeDuring(t *testing.T, f Fixture) {
 
 func revokeAfter(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
-	src, dst := [][]core.BlockID{sequence(0, 9)}, [][]core.BlockID{shuffled(1, 9, 20)}
+	src, dst := [][]kv.BlockID{sequence(0, 9)}, [][]kv.BlockID{shuffled(1, 9, 20)}
 	p.paint(1, src)
 	p.write("t", d, d.expect("t", p, dst), src, dst)
 	well(t, "t", p, d, d.layout.Bytes(dst))
@@ -63,7 +64,7 @@ func revokeAfter(t *testing.T, f Fixture) {
 // or never, and the blocks may be used again at once.
 func revokeRaces(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 8), dense(4096, 8))
-	src, dst := [][]core.BlockID{sequence(0, 4)}, [][]core.BlockID{sequence(2, 4)}
+	src, dst := [][]kv.BlockID{sequence(0, 4)}, [][]kv.BlockID{sequence(2, 4)}
 	p.paint(1, src)
 	told, revoked := 0, 0
 	var usual time.Duration // how long the first transfers take
@@ -111,7 +112,7 @@ func revokeLeavesOthers(t *testing.T, f Fixture) {
 	n := f.BigBytes / blockBytes / 4
 	spec := dense(blockBytes, uint32(2*n))
 	p, d := pair(t, f, spec, spec)
-	one, two := [][]core.BlockID{sequence(0, n)}, [][]core.BlockID{sequence(n, n)}
+	one, two := [][]kv.BlockID{sequence(0, n)}, [][]kv.BlockID{sequence(n, n)}
 	p.paint(1, one)
 	p.paint(2, two)
 	g1, g2 := d.expect("cut", p, one), d.expect("kept", p, two)
@@ -122,7 +123,7 @@ func revokeLeavesOthers(t *testing.T, f Fixture) {
 	p.sink.Wait("written", "cut", 1)
 	well(t, "kept", p, d, d.layout.Bytes(two))
 	d.check(t, delivery{transfer: 1, blocks: one, part: true}, delivery{transfer: 2, blocks: two})
-	three := [][]core.BlockID{sequence(n, 1)}
+	three := [][]kv.BlockID{sequence(n, 1)}
 	p.paint(3, three)
 	p.write("later", d, d.expect("later", p, three), three, three)
 	well(t, "later", p, d, d.layout.Bytes(three))

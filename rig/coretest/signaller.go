@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Signaller is the twin of a transport whose ends agree by signals before bytes
@@ -45,7 +46,7 @@ const twinPatience = 5 * time.Second
 
 // NewSignaller opens a twin whose Name is name. As with NewTransport, the bytes
 // are copied within this process.
-func (n *Network) NewSignaller(name string, id core.AgentID, layout *core.Layout, sink core.Sink, signal core.Signal) *Signaller {
+func (n *Network) NewSignaller(name string, id core.AgentID, layout *kv.Layout, sink core.Sink, signal core.Signal) *Signaller {
 	s := &Signaller{transport: n.newTransport(id, layout, sink), name: name, signal: signal,
 		ways: map[core.AgentID]*twinWay{}, joins: map[core.AgentID]*twinJoin{}}
 	s.ctx, s.cancel = context.WithCancel(context.Background())

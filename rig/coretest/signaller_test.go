@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -13,7 +14,7 @@ func TestSignaller(t *testing.T) {
 	var n *Network
 	var owner string
 	TransportSuite(t, Fixture{
-		Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) core.Transport {
+		Open: func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) core.Transport {
 			if owner != t.Name() {
 				n, owner = NewNetwork(), t.Name()
 			}
@@ -25,13 +26,13 @@ func TestSignaller(t *testing.T) {
 func TestSignallerCutAndMended(t *testing.T) {
 	leaktest.Check(t)
 	n := NewNetwork()
-	f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) core.Transport {
+	f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) core.Transport {
 		return n.NewSignaller("sig", id, l, sink, n.Signals(id))
 	}}
 	hold := make(chan struct{})
 	n.Hold(hold)
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
-	blocks := [][]core.BlockID{sequence(0, 4)}
+	blocks := [][]kv.BlockID{sequence(0, 4)}
 	p.paint(1, blocks)
 	over, cancel := context.WithCancel(context.Background())
 	cancel()

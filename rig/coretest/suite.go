@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -14,7 +15,7 @@ type Fixture struct {
 	// and stays mapped until the transport is closed. The suite closes it. Its
 	// Endpoint must be usable as it is: a host must not be left out. A Signaller's
 	// signals go by signal.
-	Open func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport
+	Open func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) core.Transport
 
 	// BigBytes is how large a transfer must be for the suite to catch it in the
 	// middle; 64 MiB unless set.

@@ -5,6 +5,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func TestMemoryTransport(t *testing.T) { TransportSuite(t, twins()) }
@@ -34,7 +35,7 @@ func TestFarMemory(t *testing.T) {
 func TestFarMemoryIsCompared(t *testing.T) {
 	specs := []regionSpec{{bytes: 4096, stride: 8192, blocks: 4}, {bytes: 512, blocks: 9}, {bytes: 64, blocks: 9}}
 	a := newArena(t, specs, nil, &Device{Far: []func(*testing.T, int) Far{newFarTwin, newFarTwin}, Holds: func(region int) bool { return region != 2 }})
-	blocks := [][]core.BlockID{{3, 0, 1}}
+	blocks := [][]kv.BlockID{{3, 0, 1}}
 	a.paint(5, blocks)
 	a.check(t, delivery{transfer: 5, blocks: blocks})
 	before := a.snapshot()
@@ -70,7 +71,7 @@ func twins() Fixture {
 	var n *Network
 	var owner string
 	return Fixture{
-		Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) core.Transport {
+		Open: func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) core.Transport {
 			if owner != t.Name() {
 				n, owner = NewNetwork(), t.Name()
 			}

@@ -5,10 +5,11 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func ordered(t *testing.T, f Fixture) {
-	transferOnce(t, f, dense(16<<10, 64), dense(16<<10, 80), [][]core.BlockID{sequence(3, 40)}, [][]core.BlockID{sequence(21, 40)})
+	transferOnce(t, f, dense(16<<10, 64), dense(16<<10, 80), [][]kv.BlockID{sequence(3, 40)}, [][]kv.BlockID{sequence(21, 40)})
 }
 
 func scattered(t *testing.T, f Fixture) {
@@ -17,26 +18,26 @@ func scattered(t *testing.T, f Fixture) {
 	copy(dst[60:80], sequence(256, 20))
 	copy(src[100:120], sequence(320, 20))
 	copy(dst[100:120], sequence(276, 20))
-	transferOnce(t, f, dense(4<<10, 340), dense(4<<10, 296), [][]core.BlockID{src}, [][]core.BlockID{dst})
+	transferOnce(t, f, dense(4<<10, 340), dense(4<<10, 296), [][]kv.BlockID{src}, [][]kv.BlockID{dst})
 }
 
 func oddSizes(t *testing.T, f Fixture) {
 	for i, size := range []uint64{4, 12, 516, 4100, 65532, 65540, 1<<20 + 4, 3<<20 - 4} {
 		t.Run(fmt.Sprint(size), func(t *testing.T) {
 			seed := uint64(i)
-			transferOnce(t, f, dense(size, 9), dense(size, 7), [][]core.BlockID{shuffled(seed, 5, 9)}, [][]core.BlockID{shuffled(seed+50, 5, 7)})
+			transferOnce(t, f, dense(size, 9), dense(size, 7), [][]kv.BlockID{shuffled(seed, 5, 9)}, [][]kv.BlockID{shuffled(seed+50, 5, 7)})
 		})
 	}
 }
 
 func nothing(t *testing.T, f Fixture) {
-	transferOnce(t, f, dense(4096, 4), dense(4096, 4), [][]core.BlockID{{}}, [][]core.BlockID{{}})
+	transferOnce(t, f, dense(4096, 4), dense(4096, 4), [][]kv.BlockID{{}}, [][]kv.BlockID{{}})
 }
 
 func tenThousand(t *testing.T, f Fixture) {
 	const n = 10_000
 	transferOnce(t, f, []regionSpec{{bytes: 516, stride: 1024, blocks: n}}, dense(516, n+50),
-		[][]core.BlockID{shuffled(1, n, n)}, [][]core.BlockID{shuffled(2, n, n+50)})
+		[][]kv.BlockID{shuffled(1, n, n)}, [][]kv.BlockID{shuffled(2, n, n+50)})
 }
 
 func strides(t *testing.T, f Fixture) {
@@ -50,11 +51,11 @@ func strides(t *testing.T, f Fixture) {
 	}
 	t.Run("all groups", func(t *testing.T) {
 		transferOnce(t, f, src, dst,
-			[][]core.BlockID{shuffled(1, 30, 40), sequence(10, 60), {4}},
-			[][]core.BlockID{sequence(5, 30), shuffled(2, 60, 70), {0}})
+			[][]kv.BlockID{shuffled(1, 30, 40), sequence(10, 60), {4}},
+			[][]kv.BlockID{sequence(5, 30), shuffled(2, 60, 70), {0}})
 	})
 	t.Run("one group empty, one left out", func(t *testing.T) {
-		transferOnce(t, f, src, dst, [][]core.BlockID{{}, sequence(10, 9)}, [][]core.BlockID{{}, shuffled(3, 9, 70)})
+		transferOnce(t, f, src, dst, [][]kv.BlockID{{}, sequence(10, 9)}, [][]kv.BlockID{{}, shuffled(3, 9, 70)})
 	})
 }
 
@@ -66,9 +67,9 @@ func manyAtOnce(t *testing.T, f Fixture, n int) {
 	src, dst := shuffled(1, n*most, n*most), shuffled(2, n*most, n*most)
 	var want []delivery
 	grants := make([][]byte, n)
-	part := func(i int) (s, d [][]core.BlockID) {
+	part := func(i int) (s, d [][]kv.BlockID) {
 		from, to := i*most, i*most+1+i*7%most
-		return [][]core.BlockID{src[from:to]}, [][]core.BlockID{dst[from:to]}
+		return [][]kv.BlockID{src[from:to]}, [][]kv.BlockID{dst[from:to]}
 	}
 	name := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t", i)) }
 	for i := range n {
@@ -91,12 +92,12 @@ func bothDirections(t *testing.T, f Fixture) {
 	a, b := open(t, f, "a", dense(8192, 200)), open(t, f, "b", dense(8192, 200))
 	connect(t, a, b)
 	connect(t, b, a)
-	out, in := [][]core.BlockID{shuffled(1, 100, 200)}, [][]core.BlockID{nil}
-	used := map[core.BlockID]bool{}
+	out, in := [][]kv.BlockID{shuffled(1, 100, 200)}, [][]kv.BlockID{nil}
+	used := map[kv.BlockID]bool{}
 	for _, id := range out[0] {
 		used[id] = true
 	}
-	for i := range core.BlockID(200) {
+	for i := range kv.BlockID(200) {
 		if !used[i] {
 			in[0] = append(in[0], i)
 		}
@@ -127,7 +128,7 @@ func severalPeers(t *testing.T, f Fixture) {
 		id       core.TransferID
 		n        int
 		p, d     *endpoint
-		src, dst [][]core.BlockID
+		src, dst [][]kv.BlockID
 	}
 	var moves []move
 	want := make([][]delivery, len(receivers))
@@ -135,7 +136,7 @@ func severalPeers(t *testing.T, f Fixture) {
 		for k, d := range receivers {
 			connect(t, d, p)
 			m := move{id: core.TransferID(fmt.Sprint(i, "-", k)), n: 1 + i*3 + k, p: p, d: d,
-				src: [][]core.BlockID{sequence(k*30, 30)}, dst: [][]core.BlockID{sequence(i*50, 30)}}
+				src: [][]kv.BlockID{sequence(k*30, 30)}, dst: [][]kv.BlockID{sequence(i*50, 30)}}
 			p.paint(m.n, m.src)
 			want[k] = append(want[k], delivery{transfer: m.n, blocks: m.dst})
 			moves = append(moves, m)

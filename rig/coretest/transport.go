@@ -15,6 +15,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // chunk is how much the twin copies at a time: the longest that Revoke waits.
@@ -53,7 +54,7 @@ func (n *Network) Gate(f func(id core.TransferID, chunk int)) {
 // NewTransport opens a core.Transport that copies within this process from the
 // addresses of the sender's layout to those of the receiver's, as RDMA does:
 // the receiver's agent takes no part in a write but by its fence.
-func (n *Network) NewTransport(id core.AgentID, layout *core.Layout, sink core.Sink) core.Transport {
+func (n *Network) NewTransport(id core.AgentID, layout *kv.Layout, sink core.Sink) core.Transport {
 	t := n.newTransport(id, layout, sink)
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -61,7 +62,7 @@ func (n *Network) NewTransport(id core.AgentID, layout *core.Layout, sink core.S
 	return t
 }
 
-func (n *Network) newTransport(id core.AgentID, layout *core.Layout, sink core.Sink) *transport {
+func (n *Network) newTransport(id core.AgentID, layout *kv.Layout, sink core.Sink) *transport {
 	return &transport{net: n, id: id, layout: layout, sink: sink, done: make(chan struct{}),
 		admitted: map[core.AgentID][]byte{}, expected: map[core.TransferID]*expect{}, writes: map[core.TransferID]*write{}}
 }
@@ -69,7 +70,7 @@ func (n *Network) newTransport(id core.AgentID, layout *core.Layout, sink core.S
 type transport struct {
 	net    *Network
 	id     core.AgentID
-	layout *core.Layout
+	layout *kv.Layout
 	sink   core.Sink
 	done   chan struct{} // closed by Close
 	// prepare, of a Signaller, makes the link before a write.
@@ -198,7 +199,7 @@ func (t *transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	return nil
 }
 
-func (t *transport) Expect(id core.TransferID, peer core.AgentID, dst []core.Segment) ([]byte, error) {
+func (t *transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	e := &expect{id: id, peer: peer, grant: make([]byte, 16), segments: len(dst)}
 	rand.Read(e.grant)
 	for _, s := range dst {
@@ -297,7 +298,7 @@ func (t *transport) Close() error {
 }
 
 // inside checks a range against its region.
-func inside(l *core.Layout, region uint32, off, n uint64) error {
+func inside(l *kv.Layout, region uint32, off, n uint64) error {
 	if int(region) >= len(l.Regions) {
 		return fmt.Errorf("region %d of %d", region, len(l.Regions))
 	}

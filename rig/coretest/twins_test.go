@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -24,7 +25,7 @@ func TestGate(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			leaktest.Check(t)
 			n := NewNetwork()
-			f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, _ core.Signal) core.Transport {
+			f := Fixture{Open: func(_ *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, _ core.Signal) core.Transport {
 				return n.NewTransport(id, l, sink)
 			}}
 			p, d := pair(t, f, dense(chunk, 8), dense(chunk, 8))
@@ -33,13 +34,13 @@ func TestGate(t *testing.T) {
 					c.cut(p, d)
 				}
 			})
-			src, dst := [][]core.BlockID{sequence(0, 4)}, [][]core.BlockID{{6, 4, 2, 0}}
+			src, dst := [][]kv.BlockID{sequence(0, 4)}, [][]kv.BlockID{{6, 4, 2, 0}}
 			p.paint(1, src)
 			p.write("t", d, d.expect("t", p, dst), src, dst)
 			if o := p.sink.Wait("written", "t", 1); o.Err == nil || o.Stats.Bytes != 2*chunk {
 				t.Errorf("written %d bytes, %v; want two chunks and an error", o.Stats.Bytes, o.Err)
 			}
-			d.check(t, delivery{transfer: 1, blocks: [][]core.BlockID{dst[0][:2]}})
+			d.check(t, delivery{transfer: 1, blocks: [][]kv.BlockID{dst[0][:2]}})
 			noReceived(t, d, "t", 0)
 		})
 	}

@@ -16,7 +16,7 @@ var place = regexp.MustCompile(`\bfault\.(?:On|Pick)\(([^,)]*)`)
 func places(t *testing.T, root string) map[string]string {
 	t.Helper()
 	found := map[string]string{}
-	for _, folder := range []string{"core", "rig/coretest"} {
+	for _, folder := range []string{"core", "kv", "rig/coretest"} {
 		err := filepath.WalkDir(filepath.Join(root, folder), func(path string, d fs.DirEntry, err error) error {
 			if err != nil || d.IsDir() || filepath.Ext(path) != ".go" {
 				return err
@@ -47,7 +47,7 @@ func TestList(t *testing.T) {
 			t.Errorf("mutant %q has no name of its own, or does not say what it breaks", m.name)
 		}
 		if found[m.name] == "" {
-			t.Errorf("mutant %q has no place in the source of core and of its simulator", m.name)
+			t.Errorf("mutant %q has no place in the source of core, of kv and of the simulator", m.name)
 		}
 		names[m.name] = true
 	}

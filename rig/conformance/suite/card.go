@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 )
 
@@ -28,8 +29,8 @@ func cardReaches() error {
 		}
 	}
 	for i, id := range ids {
-		region := core.Region{Name: "trial", Base: gpus[0]().Far(bytes).Address(), BlockStride: bytes, BlockBytes: bytes, NumBlocks: 1}
-		l, err := core.NewLayout([]core.Region{region})
+		region := kv.Region{Name: "trial", Base: gpus[0]().Far(bytes).Address(), BlockStride: bytes, BlockBytes: bytes, NumBlocks: 1}
+		l, err := kv.NewLayout([]kv.Region{region})
 		if err != nil {
 			return err
 		}

@@ -11,6 +11,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
 	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/coretest"
@@ -128,7 +129,7 @@ func (k kind) deviceOf(id core.AgentID) *coretest.Device {
 }
 
 func (k kind) fixture() coretest.Fixture {
-	return coretest.Fixture{BigBytes: bigBytes(), DeviceOf: k.deviceOf, Open: func(t *testing.T, id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) core.Transport {
+	return coretest.Fixture{BigBytes: bigBytes(), DeviceOf: k.deviceOf, Open: func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) core.Transport {
 		tr, err := k.open(id, l, sink, signal)
 		if err != nil {
 			t.Fatalf("%s: %v", id, err)
@@ -154,11 +155,11 @@ type signalling struct {
 func (s signalling) Close() error { return errors.Join(s.Signaller.Close(), s.devices.Close()) }
 
 // open opens a transport with a small ring, so that slots are scarce.
-func (k kind) open(id core.AgentID, l *core.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
+func (k kind) open(id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) (core.Transport, error) {
 	where := k.deviceOf(id)
 	for i := range l.Regions {
 		if where != nil && (where.Holds == nil || where.Holds(i)) {
-			l.Regions[i].Memory = core.DeviceMemory(0) // devices.Open finds which
+			l.Regions[i].Memory = kv.DeviceMemory(0) // devices.Open finds which
 		}
 	}
 	d, err := devices.Open(l.Regions, cuda.Options{RingBytes: 1 << 20, SlotBytes: 64 << 10})

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // deal is which ranks of two engines a transfer goes between: each decode rank
@@ -92,11 +93,11 @@ func (dl *deal) part(k int, p *host) core.TransferID {
 	if dl.plain() {
 		return dl.id
 	}
-	return dl.share(k, p).Part(dl.id)
+	return core.PartID(dl.id, dl.share(k, p))
 }
 
-func (dl *deal) share(k int, p *host) core.Share {
-	return core.Share{K: k, Of: len(dl.ds), Source: p.number}
+func (dl *deal) share(k int, p *host) kv.Share {
+	return kv.Share{K: k, Of: len(dl.ds), Source: p.number}
 }
 
 // base is the id that the engines know.

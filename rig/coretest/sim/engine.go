@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 func compare(a, b core.TransferID) int { return strings.Compare(string(a), string(b)) }
@@ -48,7 +49,7 @@ type partOf struct {
 
 type half struct {
 	id       core.TransferID
-	blocks   []core.BlockID
+	blocks   []kv.BlockID
 	source   func(layer int, head uint64) int // the number of the prefill rank that a block's item is from
 	upTo     int                              // of the prompt's positions; blocks beyond are not loaded; 0: all of the blocks
 	parts    int                              // that have blocks
@@ -65,7 +66,7 @@ type want struct {
 	first int // position in the prompt of the first
 	n     int
 	until time.Duration // then it is given up
-	got   func(blocks []core.BlockID) error
+	got   func(blocks []kv.BlockID) error
 	none  func()
 }
 
@@ -84,17 +85,17 @@ func (e *engine) init() {
 
 // take finds free blocks for the engine, or nil if there are not enough. They are for the
 // prompt's blocks from first on.
-func (h *host) take(first, n int) []core.BlockID {
+func (h *host) take(first, n int) []kv.BlockID {
 	if h.agent.asleep {
 		return nil
 	}
 	if ring := ringOf(h.index); ring > 0 {
 		return h.takeRing(ring, first, n)
 	}
-	var out []core.BlockID
+	var out []kv.BlockID
 	for _, i := range h.w.rnd.Perm(len(h.mem)) {
 		if h.mem[i].owner == 0 && len(out) < n {
-			out = append(out, core.BlockID(i))
+			out = append(out, kv.BlockID(i))
 		}
 	}
 	if len(out) < n {
@@ -104,7 +105,7 @@ func (h *host) take(first, n int) []core.BlockID {
 }
 
 // own gives blocks to a half. Nothing is in them.
-func (h *host) own(blocks []core.BlockID, token uint64) {
+func (h *host) own(blocks []kv.BlockID, token uint64) {
 	for _, b := range blocks {
 		h.mem[b] = block{owner: token}
 		h.each(b, func(_, _ int, _ uint64, c *content) { *c = content{} })
@@ -149,14 +150,14 @@ func (a *agent) dropWaiting(id core.TransferID) bool {
 }
 
 // load asks for a transfer from block first on; nil blocks let go of it.
-func (a *agent) load(dl *deal, k, first int, blocks []core.BlockID) error {
+func (a *agent) load(dl *deal, k, first int, blocks []kv.BlockID) error {
 	w, id := a.w, dl.id
 	w.token++
 	token := w.token
 	r := core.LoadRequest{ID: id, From: w.engine(dl), Token: token, Prompt: w.prompts[id].d}
 	h := &half{id: id, blocks: blocks, first: first, began: w.now, lost: a.lost[id]}
 	if blocks != nil {
-		r.Blocks, r.First = [][]core.BlockID{blocks}, []uint32{uint32(w.plan.begin + first)}
+		r.Blocks, r.First = [][]kv.BlockID{blocks}, []uint32{uint32(w.plan.begin + first)}
 	}
 	of := w.regionsOf(dl, k)
 	for i := range of {
@@ -222,7 +223,7 @@ func (a *agent) claim(dl *deal) {
 	}, "claim %s token=%d at=%s from=%s", dl.id, r.Token, from.Bootstrap, from.EngineID)
 }
 
-func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
+func (a *agent) offer(id core.TransferID, blocks []kv.BlockID) error {
 	a.w.token++
 	token := a.w.token
 	a.host.own(blocks, token)
@@ -235,9 +236,9 @@ func (a *agent) offer(id core.TransferID, blocks []core.BlockID) error {
 }
 
 // offerOf offers blocks that hold a transfer after a moment.
-func (a *agent) offerOf(id core.TransferID, blocks []core.BlockID, of, token uint64, after *moment) error {
+func (a *agent) offerOf(id core.TransferID, blocks []kv.BlockID, of, token uint64, after *moment) error {
 	w := a.w
-	r := core.OfferRequest{ID: id, Selection: core.Selection{First: w.begin(), Blocks: [][]core.BlockID{blocks}}, Token: token, Prompt: of, After: after.number()}
+	r := core.OfferRequest{ID: id, Selection: kv.Selection{First: w.begin(), Blocks: [][]kv.BlockID{blocks}}, Token: token, Prompt: of, After: after.number()}
 	a.misplaced(id, blocks)
 	w.acted(w.now)
 	defer func() { a.checkOffered(id, token) }()
@@ -277,7 +278,7 @@ func (a *agent) report(r core.Report) {
 		a.hearLost(r)
 		return
 	}
-	var kept []core.BlockID
+	var kept []kv.BlockID
 	if h := a.loads[r.Token]; h != nil {
 		delete(a.loads, r.Token)
 		a.checkLost(h, r)
@@ -346,7 +347,7 @@ func (a *agent) check(h *half, what string) {
 func (a *agent) free(token uint64) {
 	for i := range a.host.mem {
 		if a.host.mem[i].owner == token {
-			a.host.own([]core.BlockID{core.BlockID(i)}, 0)
+			a.host.own([]kv.BlockID{kv.BlockID(i)}, 0)
 		}
 	}
 	if len(a.waiting) > 0 {

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // geometry is what the blocks of a rank are like: opaque, or of some tokens and of
@@ -15,7 +15,7 @@ type geometry struct {
 	hnd        bool
 	gap        uint64 // bytes between two blocks
 	layers     []int  // the model's that it has, one a region
-	index      core.IndexKind
+	index      kv.IndexKind
 }
 
 const (
@@ -44,10 +44,10 @@ func (g geometry) cell(token, head uint64) uint64 {
 	return token*g.heads() + head
 }
 
-func (g geometry) layout() *core.Layout {
-	var list []core.Region
+func (g geometry) layout() *kv.Layout {
+	var list []kv.Region
 	for i, layer := range g.layers {
-		r := core.Region{Name: strings.Repeat("k", 1+layer), Base: uint64(1<<24) * uint64(1+i), BlockStride: g.stride() * cellBytes, BlockBytes: g.cells() * cellBytes, NumBlocks: 100, IndexKind: g.index}
+		r := kv.Region{Name: strings.Repeat("k", 1+layer), Base: uint64(1<<24) * uint64(1+i), BlockStride: g.stride() * cellBytes, BlockBytes: g.cells() * cellBytes, NumBlocks: 100, IndexKind: g.index}
 		if !g.opaque() {
 			r.Tokens, r.Heads, r.FirstHead, r.TotalHeads = g.tokens, g.end-g.first, g.first, modelHeads
 			if r.TokenStride, r.HeadStride = uint64(r.Heads)*cellBytes, cellBytes; g.hnd {
@@ -56,7 +56,7 @@ func (g geometry) layout() *core.Layout {
 		}
 		list = append(list, r)
 	}
-	l, err := core.NewLayout(list)
+	l, err := kv.NewLayout(list)
 	if err != nil {
 		panic(err)
 	}
@@ -91,10 +91,10 @@ func (g geometry) has(head uint64) bool {
 }
 
 // match is what package node makes when two agents meet.
-func (w *world) match(p, d *host) *core.Match {
+func (w *world) match(p, d *host) *kv.Match {
 	k := way{p, d}
 	if w.matches[k] == nil {
-		m, err := core.NewMatch(p.geometry.layout().Shapes(), d.geometry.layout().Shapes())
+		m, err := kv.NewMatch(p.geometry.layout().Shapes(), d.geometry.layout().Shapes())
 		if err != nil {
 			w.fault("", "%s and %s do not fit: %v", p.name, d.name, err)
 			panic(err)
@@ -111,7 +111,7 @@ type place struct {
 }
 
 // block is the block that the cell belongs to.
-func (h *host) block(p place) core.BlockID { return core.BlockID(p.cell / h.geometry.stride()) }
+func (h *host) block(p place) kv.BlockID { return kv.BlockID(p.cell / h.geometry.stride()) }
 
 func places(out []place, region uint32, offset, length uint64) []place {
 	for o := uint64(0); o < length; o += cellBytes {
@@ -122,7 +122,7 @@ func places(out []place, region uint32, offset, length uint64) []place {
 
 // each goes through the cells of a block: the layer, the token in the block, and
 // the head of the model.
-func (h *host) each(b core.BlockID, f func(layer, token int, head uint64, c *content)) {
+func (h *host) each(b kv.BlockID, f func(layer, token int, head uint64, c *content)) {
 	g := h.geometry
 	for r, layer := range g.layers {
 		for t := range g.size() {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // hostile is a peer that every agent has let in: it has an identity of its own, has said
@@ -48,7 +49,7 @@ func (h *hostile) hoard() {
 	p.run(func(a *agent) {
 		dl := &deal{id: "hoard", ps: []*host{p}}
 		w.deals[dl.id] = dl
-		a.wait(&want{id: dl.id, n: w.plan.blocks, until: w.now + time.Second, none: func() {}, got: func(blocks []core.BlockID) error {
+		a.wait(&want{id: dl.id, n: w.plan.blocks, until: w.now + time.Second, none: func() {}, got: func(blocks []kv.BlockID) error {
 			err := a.offer(dl.id, blocks)
 			if err == nil {
 				w.faults["hostile-hoard"]++
@@ -153,8 +154,8 @@ func (h *hostile) say(a *agent, x knownHalf, from core.AgentID) {
 		if !a.host.prefill {
 			return
 		}
-		block := []core.BlockID{0}
-		a.tell(core.LoadMessage{ID: x.id, Peer: from, Account: core.Account(from), Grant: []byte("evil"), Selection: core.Selection{First: []uint32{0}, Blocks: [][]core.BlockID{block}}, Lease: w.plan.opt.Lease}, func(answer core.Action) {
+		block := []kv.BlockID{0}
+		a.tell(core.LoadMessage{ID: x.id, Peer: from, Account: core.Account(from), Grant: []byte("evil"), Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{block}}, Lease: w.plan.opt.Lease}, func(answer core.Action) {
 			if answer.(core.AnswerLoad).Code == core.OK {
 				w.fault(x.id, "%s: %s may load %q, which is kept for %s", a.id, h.id, x.id, x.peer)
 			}

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // What ids name: blocks, slots, or entries of rings. Of a ring the engine must take the
@@ -11,11 +12,11 @@ import (
 
 const ringEntries = 5 // a prompt has 4 blocks
 
-func ringOf(x core.IndexKind) int {
+func ringOf(x kv.IndexKind) int {
 	switch x {
-	case core.Ring(ringEntries):
+	case kv.Ring(ringEntries):
 		return ringEntries
-	case core.Ring(2 * ringEntries):
+	case kv.Ring(2 * ringEntries):
 		return 2 * ringEntries
 	}
 	return 0
@@ -28,23 +29,23 @@ func (w *world) chooseIndex(p *plan) {
 	}
 	switch w.rnd.IntN(4) {
 	case 0:
-		p.index = core.IndexSlot
+		p.index = kv.IndexSlot
 		w.faults["slots"]++
 	case 1: // a prompt of which earlier blocks are overwritten
-		p.index, p.begin = core.Ring(ringEntries), 20+w.rnd.IntN(ringEntries)
+		p.index, p.begin = kv.Ring(ringEntries), 20+w.rnd.IntN(ringEntries)
 		p.pool = 30
 		w.faults["rings"]++
 	}
 }
 
-func otherThan(x core.IndexKind) core.IndexKind {
+func otherThan(x kv.IndexKind) kv.IndexKind {
 	switch x {
-	case core.IndexBlock:
-		return core.IndexRow
-	case core.IndexSlot:
-		return core.IndexBlock
+	case kv.IndexBlock:
+		return kv.IndexRow
+	case kv.IndexSlot:
+		return kv.IndexBlock
 	}
-	return core.Ring(2 * ringEntries)
+	return kv.Ring(2 * ringEntries)
 }
 
 // begin is First of what prefill offers.
@@ -56,7 +57,7 @@ func (w *world) begin() []uint32 {
 }
 
 // takeRing finds a free ring, and in it the entries of the prompt's blocks.
-func (h *host) takeRing(ring, first, n int) []core.BlockID {
+func (h *host) takeRing(ring, first, n int) []kv.BlockID {
 rings:
 	for _, r := range h.w.rnd.Perm(len(h.mem) / ring) {
 		for _, b := range h.mem[r*ring : (r+1)*ring] {
@@ -64,9 +65,9 @@ rings:
 				continue rings
 			}
 		}
-		var out []core.BlockID
+		var out []kv.BlockID
 		for i := range n {
-			out = append(out, core.BlockID(r*ring+(h.w.plan.begin+first+i)%ring))
+			out = append(out, kv.BlockID(r*ring+(h.w.plan.begin+first+i)%ring))
 		}
 		if n > 1 && out[n-1] < out[0] {
 			h.w.faults["ring-wraps"]++
@@ -77,17 +78,17 @@ rings:
 }
 
 // misplaced is an engine's mistake: it offers the entries of a ring one place too far.
-func (a *agent) misplaced(id core.TransferID, blocks []core.BlockID) {
-	w, ring := a.w, core.BlockID(ringOf(a.host.index))
+func (a *agent) misplaced(id core.TransferID, blocks []kv.BlockID) {
+	w, ring := a.w, kv.BlockID(ringOf(a.host.index))
 	if ring == 0 || !w.chance(0.2) {
 		return
 	}
 	w.faults["misplaced"]++
-	wrong := make([]core.BlockID, len(blocks))
+	wrong := make([]kv.BlockID, len(blocks))
 	for i, b := range blocks {
 		wrong[i] = b - b%ring + (b+1)%ring
 	}
-	r := core.PartialOffer{ID: id, First: w.begin(), Blocks: [][]core.BlockID{wrong}, Prompt: w.prompts[id].p}
+	r := core.PartialOffer{ID: id, First: w.begin(), Blocks: [][]kv.BlockID{wrong}, Prompt: w.prompts[id].p}
 	probe := core.New(a.host.layout(), w.plan.opt) // of no transfer: what the machine knows stays as it is
 	if answer, _ := core.Split(probe.Step(time.Unix(0, 0), r)); answer == nil {
 		w.fault(id, "%s: entries %v of rings of %d are taken for positions from %d on", a.id, wrong, ring, w.plan.begin)
@@ -111,11 +112,11 @@ func (w *world) layersOf(rank, ranks int, prefill bool) (layers []int) {
 // cover is what package node does: it finds by names which stage has what.
 func (w *world) cover(dl *deal, k int) [][]uint32 {
 	w.faults["stages"]++
-	var sources []core.Source
+	var sources []kv.Source
 	for _, p := range dl.ps {
-		sources = append(sources, core.Source{Name: p.name, Shapes: p.geometry.layout().Shapes()})
+		sources = append(sources, kv.Source{Name: p.name, Shapes: p.geometry.layout().Shapes()})
 	}
-	of, err := core.Cover(dl.ds[k].geometry.layout().Shapes(), sources)
+	of, err := kv.Cover(dl.ds[k].geometry.layout().Shapes(), sources)
 	if err != nil {
 		w.fault(dl.id, "%s finds not all of its layers: %v", dl.ds[k].name, err)
 		return w.regionsOf(dl, k)
@@ -125,7 +126,7 @@ func (w *world) cover(dl *deal, k int) [][]uint32 {
 
 // misfit says why caches do not fit, as a hello does.
 func (a *agent) misfit(p core.AgentID) error {
-	_, err := core.NewMatch(a.w.byID[p].host.geometry.layout().Shapes(), a.host.geometry.layout().Shapes())
+	_, err := kv.NewMatch(a.w.byID[p].host.geometry.layout().Shapes(), a.host.geometry.layout().Shapes())
 	if err != nil {
 		a.w.faults["other-index"]++
 	}

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // device is a model of what the engine's work runs on: streams whose work is done in their
@@ -142,7 +143,7 @@ func (a *agent) checkWritten(e *arm, at place) {
 }
 
 // compute has a block hold its part of a prompt, in one region.
-func (h *host) compute(id core.TransferID, b core.BlockID, i, region int) {
+func (h *host) compute(id core.TransferID, b kv.BlockID, i, region int) {
 	h.each(b, func(layer, t int, head uint64, c *content) {
 		if layer == h.layers[region] {
 			*c = content{id, layer, i*h.size() + t, head, h.number}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // computation is a request that a prefill engine computes in steps, in blocks that it
@@ -13,7 +14,7 @@ import (
 type computation struct {
 	id       core.TransferID
 	token    uint64
-	blocks   []core.BlockID
+	blocks   []kv.BlockID
 	given    int          // of them, to the machine
 	said     bool         // of which prompt they are
 	computed [regions]int // per region
@@ -27,7 +28,7 @@ func (a *agent) compute(id core.TransferID, prefill time.Duration) {
 		until += 20 * time.Second
 	}
 	a.wait(&want{id: id, n: w.plan.blocks, until: until,
-		got: func(blocks []core.BlockID) error {
+		got: func(blocks []kv.BlockID) error {
 			if a.computing[id] != nil { // an id twice
 				return nil
 			}
@@ -83,7 +84,7 @@ func (a *agent) computeMore(p *computation) bool {
 	w := a.w
 	r := core.PartialOffer{ID: p.id, Prompt: a.promptOf(p), First: w.begin()}
 	if more := w.rnd.IntN(len(p.blocks) - p.given + 1); more > 0 {
-		r.Blocks = [][]core.BlockID{p.blocks[p.given : p.given+more]}
+		r.Blocks = [][]kv.BlockID{p.blocks[p.given : p.given+more]}
 		p.given += more
 	}
 	// A layer at a time, or all: up to a block of those that are given.

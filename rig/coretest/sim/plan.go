@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // plan is what a seed's world is like.
@@ -30,11 +31,11 @@ type plan struct {
 	stages      bool // each prefill rank has some of the layers
 	// decodeStages: each rank of a decode engine has some of the layers, and perhaps a prefill rank has none of them.
 	decodeStages bool
-	index        core.IndexKind // what ids name
-	begin        int            // position of the first block that prefill has of a prompt
-	stranger     int            // the decode engine, from 1 on, whose ids name something else
-	other        core.IndexKind // there
-	perPeer      int            // requests to one peer at a time, as in node
+	index        kv.IndexKind // what ids name
+	begin        int          // position of the first block that prefill has of a prompt
+	stranger     int          // the decode engine, from 1 on, whose ids name something else
+	other        kv.IndexKind // there
+	perPeer      int          // requests to one peer at a time, as in node
 
 	loss, double, slow float64 // of each message
 	hang               float64 // of each renewal that gets no answer: for long not even its time-out is told

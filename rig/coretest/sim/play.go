@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 const bootstrap = "http://p:8998"
@@ -220,7 +221,7 @@ func (w *world) decodes(dl *deal, k int, at, hold time.Duration) {
 					return
 				}
 				a.wait(&want{id: id, first: first, n: n, until: w.now + 12*time.Second,
-					got:  func(blocks []core.BlockID) error { return a.load(dl, k, first, blocks) },
+					got:  func(blocks []kv.BlockID) error { return a.load(dl, k, first, blocks) },
 					none: func() { a.abortLoad(dl, k) }})
 			})
 		})
@@ -239,7 +240,7 @@ func (a *agent) abortLoad(dl *deal, k int) {
 			a.w.reused[id] = true
 			a.after(a.w.upTo(30*time.Millisecond), func() {
 				a.wait(&want{id: id, first: h.first, n: len(h.blocks), until: a.w.now + time.Second,
-					got:  func(blocks []core.BlockID) error { return a.load(dl, k, h.first, blocks) },
+					got:  func(blocks []kv.BlockID) error { return a.load(dl, k, h.first, blocks) },
 					none: func() {}})
 			})
 		}
@@ -288,7 +289,7 @@ func (w *world) prefills(id core.TransferID, p *host, at, prefill time.Duration,
 					return
 				}
 				a.wait(&want{id: id, n: w.plan.blocks, until: until,
-					got: func(blocks []core.BlockID) error {
+					got: func(blocks []kv.BlockID) error {
 						err := a.offer(id, blocks)
 						if err != nil && !errors.Is(err, core.ErrDuplicate) {
 							a.cancel(id)

@@ -96,7 +96,7 @@ func (a *agent) resolvedEngine(r core.Resolve, found []core.FoundPart) {
 	}
 	told := map[core.TransferID]core.AgentID{}
 	for i := range found {
-		told[found[i].Share.Part(r.ID)] = found[i].Peer
+		told[core.PartID(r.ID, found[i].Share)] = found[i].Peer
 	}
 	defer a.checkTold(r, told)()
 	a.checkStale(r.ID, r.Seq, func() {

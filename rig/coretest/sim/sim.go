@@ -38,6 +38,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Words writes a transcript's lines; the tests of package core have them.
@@ -124,7 +125,7 @@ type world struct {
 
 	reused       map[core.TransferID]bool // ids that are used twice
 	deals        map[core.TransferID]*deal
-	matches      map[way]*core.Match
+	matches      map[way]*kv.Match
 	engines      map[core.Target]*deal    // what is found under the names of engines
 	shared       map[core.TransferID]bool // that two decode engines want
 	prompts      map[core.TransferID]prompts
@@ -178,7 +179,7 @@ func newWorld(seed uint64, words *Words) *world {
 	w := &world{seed: seed, words: words, rnd: rand.New(rand.NewPCG(seed, 2)), prompting: rand.New(rand.NewPCG(seed, 3)), hearing: rand.New(rand.NewPCG(seed, 4)), timing: rand.New(rand.NewPCG(seed, 5)), hostility: rand.New(rand.NewPCG(seed, 6)), cutting: rand.New(rand.NewPCG(seed, 7)), sleeping: rand.New(rand.NewPCG(seed, 8)), pulling: rand.New(rand.NewPCG(seed, 9)), looking: rand.New(rand.NewPCG(seed, 10)), yielding: rand.New(rand.NewPCG(seed, 11)), prompts: map[core.TransferID]prompts{},
 		byID: map[core.AgentID]*agent{}, registry: map[core.Target]core.AgentID{},
 		cut: map[way]int{}, stuck: map[way][]func(){}, codes: map[string]int{}, states: map[string]int{}, faults: map[string]int{},
-		matches: map[way]*core.Match{}, changes: map[core.Transition]int{},
+		matches: map[way]*kv.Match{}, changes: map[core.Transition]int{},
 		reused: map[core.TransferID]bool{}, shared: map[core.TransferID]bool{}, deals: map[core.TransferID]*deal{}, engines: map[core.Target]*deal{}, cancelledAtP: map[core.TransferID]time.Duration{}, cancelledAtD: map[core.TransferID]time.Duration{}}
 	w.plan = w.newPlan()
 	w.plan.opt.OnTransition = func(t core.Transition) {

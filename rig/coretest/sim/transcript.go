@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 )
 
 // transcript is the events and actions of the machines, in the form of core/testdata.
@@ -85,7 +86,7 @@ func (w *world) closeTranscript() {
 // list writes block ids as transcripts have them.
 func list[T any](ids []T) string { return strings.Trim(fmt.Sprint(ids), "[]") }
 
-func groups(blocks [][]core.BlockID) string {
+func groups(blocks [][]kv.BlockID) string {
 	if len(blocks) == 0 {
 		return ""
 	}

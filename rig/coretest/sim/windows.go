@@ -1,10 +1,13 @@
 package sim
 
-import "github.com/kvconn/kvconn/core"
+import (
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
+)
 
 // planned is what a write has now, as a list or by windows of a plan, which a transport may
 // ask for.
-func (a *agent) planned(v core.Write) (pairs []core.Pair, extents []core.Extent, err error) {
+func (a *agent) planned(v core.Write) (pairs []kv.Pair, extents []kv.Extent, err error) {
 	if a.w.cutting.IntN(2) == 0 {
 		return v.Match.PairsBetween(v.Src, v.Dst, v.Begin, v.End)
 	}
@@ -21,7 +24,7 @@ func (a *agent) planned(v core.Write) (pairs []core.Pair, extents []core.Extent,
 }
 
 // landing is where a load lands, in the one form or the other.
-func (a *agent) landing(m *core.Match, to core.Selection) (list []core.Segment, err error) {
+func (a *agent) landing(m *kv.Match, to kv.Selection) (list []kv.Segment, err error) {
 	if a.w.cutting.IntN(2) == 0 {
 		return m.Segments(to)
 	}
@@ -31,16 +34,16 @@ func (a *agent) landing(m *core.Match, to core.Selection) (list []core.Segment, 
 	}
 	for _, e := range plan.Extents() {
 		for _, p := range a.windows(plan, e) {
-			list = append(list, core.Segment{Region: p.DstRegion, Offset: p.DstOffset, Length: p.Length})
+			list = append(list, kv.Segment{Region: p.DstRegion, Offset: p.DstOffset, Length: p.Length})
 		}
 	}
 	return list, nil
 }
 
 // windows cuts an extent off a plan, a few pieces at a time. A window may begin within a piece.
-func (a *agent) windows(plan core.Plan, e core.Extent) (out []core.Pair) {
+func (a *agent) windows(plan kv.Plan, e kv.Extent) (out []kv.Pair) {
 	for position := e.Position; position < e.Position+e.Bytes; {
-		pairs := plan.Pairs(make([]core.Pair, 0, 1+a.w.cutting.IntN(4)), position, uint64(1+a.w.cutting.IntN(4*cellBytes)))
+		pairs := plan.Pairs(make([]kv.Pair, 0, 1+a.w.cutting.IntN(4)), position, uint64(1+a.w.cutting.IntN(4*cellBytes)))
 		if last := &pairs[len(pairs)-1]; last.Length > cellBytes && a.w.cutting.IntN(2) == 0 {
 			last.Length = cellBytes
 		}

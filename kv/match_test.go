@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"fmt"
@@ -45,7 +45,7 @@ func eachCell(shapes []Shape, blocks [][]BlockID, first []uint32, f func(cell, l
 			continue
 		}
 		for k, id := range blocks[s.Group] {
-			pos, begin := uint64(at(first, int(s.Group)))+uint64(k), uint64(id)*s.BlockStride
+			pos, begin := uint64(At(first, int(s.Group)))+uint64(k), uint64(id)*s.BlockStride
 			if s.Tokens == 0 {
 				for o := uint64(0); o < s.BlockBytes; o += RegionAlign {
 					f(cell{uint32(i), begin + o}, label{s.Group, s.Name, pos, 0, o, true})
@@ -116,7 +116,7 @@ func TestMatchAgainstNaive(t *testing.T) {
 	const limit = 12
 	seen := map[string]int{}
 	times := 3000
-	if Raced {
+	if raced {
 		times = 1000
 	}
 	for range times {

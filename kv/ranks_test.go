@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"fmt"
@@ -119,7 +119,7 @@ func TestMeetingsCover(t *testing.T) {
 				sources := make([]Source, len(list))
 				for i, m := range list {
 					sources[i] = Source{Name: m.Rank.String(), Shapes: held(model, p, m.Rank)}
-					if m.Share.check() != nil || m.Share.Source != m.Rank.PP*p.TP+m.Rank.TP || i > 0 && list[i-1].Share.Source >= m.Share.Source {
+					if m.Share.Check() != nil || m.Share.Source != m.Rank.PP*p.TP+m.Rank.TP || i > 0 && list[i-1].Share.Source >= m.Share.Source {
 						t.Fatalf("%v to %v: meeting %d is %+v", p, d, i, m)
 					}
 					of := shares[m.Rank]

@@ -1,11 +1,34 @@
-package core
+package kv
 
 import (
-	"fmt"
 	"slices"
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
+
+// Plan is where the bytes of a transfer lie, or some of them. It cuts them into pieces where
+// it is asked. So it takes no more memory for a million pieces than for one. It may be asked
+// from any goroutine. Of D's only the destination half counts.
+type Plan interface {
+	// Extents are the runs of bytes that the plan has, by position; their Bytes count.
+	Extents() []Extent
+
+	// Pairs appends the pieces from a position on that the plan has: as many as out has room
+	// for, to the end of the extent at most, and at least one. It may stop when they have
+	// limit bytes.
+	Pairs(out []Pair, position, limit uint64) []Pair
+
+	// Pieces is the most pieces that the plan may be cut into.
+	Pieces() int
+}
+
+// PlanBytes is the number of bytes that a plan has.
+func PlanBytes(p Plan) (n uint64) {
+	for _, e := range p.Extents() {
+		n += e.Bytes
+	}
+	return n
+}
 
 // window is a Match's Plan. It keeps block ids, and cuts them into pieces where it is asked:
 // a list of the pieces would take more memory by the number of regions, or by that of heads
@@ -84,24 +107,6 @@ func (w *window) add(s *progress) error {
 	return nil
 }
 
-// checkGroups: P has all groups that the load has.
-func (s *progress) checkGroups(src *Selection) error {
-	if len(s.dst.Blocks) > len(src.Blocks) {
-		return fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src.Blocks), len(s.dst.Blocks))
-	}
-	return nil
-}
-
-// checkHeld: P has the blocks that hold some units of a mapping.
-func (s *progress) checkHeld(src *Selection, k *mapping, from, to uint64) error {
-	g := int(k.group)
-	n, has := max(s.m.ratios[g].src, 1), uint64(at(src.First, g))
-	if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src.Blocks[g])) {
-		return fmt.Errorf("plan: the load needs blocks %d to %d of group %d, the offer has %d to %d", low, high, g, has, has+uint64(len(src.Blocks[g])))
-	}
-	return nil
-}
-
 // Pieces implements Plan.
 func (w *window) Pieces() int { return w.pieces }
 
@@ -161,7 +166,7 @@ func (w *window) wholes(out []Pair, p *part, offset, limit, looks uint64) ([]Pai
 	dst, dense := w.blocks(p)[:p.to-p.from], k.denseDst
 	var src []BlockID
 	if !w.lands {
-		has := uint64(at(w.src.First, int(k.group)))
+		has := uint64(At(w.src.First, int(k.group)))
 		src, dense = w.src.Blocks[k.group][p.from-has:p.to-has], k.dense
 	}
 	for i < uint64(len(dst)) && i*k.whole < limit && looks > 0 && len(out) < cap(out) {
@@ -187,7 +192,7 @@ func (w *window) cut(out []Pair, p *part, offset, limit, looks uint64) ([]Pair, 
 	if w.lands {
 		t = &k.seg
 	} else {
-		src, has = w.src.Blocks[k.group], uint64(at(w.src.First, int(k.group)))
+		src, has = w.src.Blocks[k.group], uint64(At(w.src.First, int(k.group)))
 	}
 	begin, units := len(out), p.to-p.from
 	perBlock := r.dst * t.perUnit() * t.run

@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"encoding/binary"
@@ -209,6 +209,31 @@ func someBlocks(rnd *rand.Rand, n, limit int) []BlockID {
 		}
 	}
 	return out
+}
+
+// TestPartsOfRegions: a load of some regions is a load of all, without the others.
+func TestPartsOfRegions(t *testing.T) {
+	l := mustLayout(t, region("k", 0, 0x1000, 64, 64, 16), region("v", 0, 0x8000, 128, 64, 16), region("s", 1, 0x9000, 8, 8, 16), region("t", 1, 0xa000, 8, 8, 16))
+	src, dst := [][]BlockID{{3, 4, 9}, {1, 2}}, [][]BlockID{{7, 8, 9}, {5, 6}}
+	m := matched(t, l, l)
+	plan, err := m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, regions := range [][]uint32{{0}, {1, 2}, {3}, {0, 1, 2, 3}, {0, 3}} {
+		want := slices.DeleteFunc(l.Segments(dst), func(s Segment) bool { return !slices.Contains(regions, s.Region) })
+		if got, err := m.Segments(Selection{Blocks: dst, Regions: regions}); err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("segments of %v, %v:\ngot  %v\nwant %v", regions, err, got, want)
+		}
+		pairs := slices.DeleteFunc(slices.Clone(plan), func(p Pair) bool { return !slices.Contains(regions, p.SrcRegion) })
+		got, err := m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst, Regions: regions})
+		if err != nil || !reflect.DeepEqual(got, pairs) {
+			t.Errorf("plan of %v, %v:\ngot  %v\nwant %v", regions, err, got, pairs)
+		}
+		if n := testing.AllocsPerRun(20, func() { _, _ = m.Pairs(Selection{Blocks: src}, Selection{Blocks: dst, Regions: regions}) }); n > 1 {
+			t.Errorf("a plan of %v makes %v allocations", regions, n)
+		}
+	}
 }
 
 // FuzzLayout builds a layout and block lists from bytes. Nothing may panic, and an

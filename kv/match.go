@@ -1,7 +1,6 @@
-package core
+package kv
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -65,36 +64,6 @@ type pattern struct {
 // perUnit is the number of runs of a unit.
 func (p *pattern) perUnit() uint64 { return p.heads * p.outer * p.inner }
 
-// index sorts shapes by group, name and heads. Regions that stand twice are an error.
-func index(shapes []Shape) ([]uint32, error) {
-	order := make([]uint32, len(shapes))
-	for i := range order {
-		order[i] = uint32(i)
-	}
-	slices.SortFunc(order, func(a, b uint32) int {
-		x, y := &shapes[a], &shapes[b]
-		return cmp.Or(compareNames(x, y), cmp.Compare(x.FirstHead, y.FirstHead))
-	})
-	for k := 1; k < len(order); k++ {
-		a, b := &shapes[order[k-1]], &shapes[order[k]]
-		if compareNames(a, b) != 0 {
-			continue
-		}
-		_, end := a.heads()
-		if first, _ := b.heads(); first < end {
-			return nil, fmt.Errorf("%v is registered twice (%s, and %s): regions of one name must hold different heads", b, a.geometry(), b.geometry())
-		}
-		if a.ItemBytes() != b.ItemBytes() || a.TotalHeads != b.TotalHeads {
-			return nil, fmt.Errorf("%v is registered with %s, and with %s", b, a.geometry(), b.geometry())
-		}
-	}
-	return order, nil
-}
-
-func compareNames(a, b *Shape) int {
-	return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Name, b.Name))
-}
-
 // NewMatch finds what P's regions and D's have in common. A region that only one of them
 // has is no error (see Whole). A region that both have and that cannot be copied is an
 // error, which names both values.
@@ -153,37 +122,6 @@ func NewMatch(src, dst []Shape) (*Match, error) {
 
 // maxDiffs is how many differences an error names.
 const maxDiffs = 3
-
-// checkShapes checks the shapes that a peer may have sent, and returns their order by name
-// and the tokens of each group's blocks.
-func checkShapes(shapes []Shape) (order []uint32, tokens [MaxGroups]uint32, err error) {
-	if len(shapes) > MaxRegions {
-		return nil, tokens, fmt.Errorf("%d regions, at most %d are supported", len(shapes), MaxRegions)
-	}
-	var firstOf [MaxGroups]*Shape
-	for i := range shapes {
-		s := &shapes[i]
-		s.complete()
-		if s.Group >= MaxGroups {
-			return nil, tokens, fmt.Errorf("%v: group must be below %d", s, MaxGroups)
-		}
-		if err := errors.Join(s.checkGeometry(), s.checkIndex()); err != nil {
-			return nil, tokens, err
-		}
-		if first := firstOf[s.Group]; first == nil {
-			firstOf[s.Group] = s
-		} else if first.IndexKind != s.IndexKind {
-			return nil, tokens, fmt.Errorf("the ids of %v name %v, those of %v name %v: regions of one group share their ids", s, s.IndexKind, first, first.IndexKind)
-		}
-		t := &tokens[s.Group]
-		if *t != 0 && s.Tokens != 0 && *t != s.Tokens {
-			return nil, tokens, fmt.Errorf("%v has blocks of %d tokens, other regions of its group of %d: they share their block ids", s, s.Tokens, *t)
-		}
-		*t = max(*t, s.Tokens)
-	}
-	order, err = index(shapes)
-	return order, tokens, err
-}
 
 // fit says whether the heads of two regions can be copied. Opaque blocks can if the
 // group's blocks are alike.
@@ -348,6 +286,9 @@ func (r ratio) sources(first uint32, blocks int, tokens uint32) (from, to uint64
 
 // checkRegions says what is wrong with a load's list of D's regions: nil means all.
 func (m *Match) checkRegions(regions []uint32) error { return checkRegions(regions, m.regions) }
+
+// CheckRegions says what is wrong with a list of this layout's regions: nil means all.
+func (l *Layout) CheckRegions(regions []uint32) error { return checkRegions(regions, len(l.Regions)) }
 
 func checkRegions(regions []uint32, n int) error {
 	if regions != nil && len(regions) == 0 {

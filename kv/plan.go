@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"fmt"
@@ -20,6 +20,14 @@ type Pair struct {
 	SrcRegion, DstRegion uint32
 	SrcOffset, DstOffset uint64 // bytes from each region's base
 	Length               uint64
+}
+
+// Extent is a run of pairs whose bytes follow each other in a transfer's linear
+// order.
+type Extent struct {
+	Position uint64 // of the first byte
+	Pairs    int
+	Bytes    uint64 // of a Plan's
 }
 
 // MaxPieces bounds the runs of one transfer. Runs are so small, and so many, only where
@@ -84,7 +92,7 @@ func (m *Match) pairs(src Selection, wanted *progress, extents *[]Extent) ([]Pai
 	var position uint64
 	for k := range m.of(*dst) {
 		g := int(k.group)
-		r, has := m.ratios[g], uint64(at(src.First, g))
+		r, has := m.ratios[g], uint64(At(src.First, g))
 		first, from, to, last := wanted.units(k)
 		start, before := position+(from-first)*k.unitBytes(), len(out)
 		position += fault.Pick("position-of-parts", last-first, to-from) * k.unitBytes()
@@ -126,7 +134,7 @@ func (k *mapping) unitBytes() uint64 {
 
 // units is the range of units of a group that a load has.
 func (m *Match) units(dst *Selection, group int) (from, to uint64) {
-	return m.ratios[group].span(at(dst.First, group), len(dst.Blocks[group]), at(dst.Tokens, group))
+	return m.ratios[group].span(At(dst.First, group), len(dst.Blocks[group]), At(dst.Tokens, group))
 }
 
 // progress is how far a load has come: the bytes that go now lie between begin and end.
@@ -143,12 +151,30 @@ func (s *progress) units(k *mapping) (first, from, to, last uint64) {
 	first, last = s.m.units(&s.dst, int(k.group))
 	from, to = first, last
 	if s.begin != nil {
-		from = r.wholeBlocks(first, last, at(s.begin, int(k.Src)))
+		from = r.wholeBlocks(first, last, At(s.begin, int(k.Src)))
 	}
 	if s.end != nil {
-		to = r.wholeBlocks(first, last, at(s.end, int(k.Src)))
+		to = r.wholeBlocks(first, last, At(s.end, int(k.Src)))
 	}
 	return first, from, max(from, to), last
+}
+
+// checkGroups: P has all groups that the load has.
+func (s *progress) checkGroups(src *Selection) error {
+	if len(s.dst.Blocks) > len(src.Blocks) {
+		return fmt.Errorf("plan: %d groups at the prefill engine, %d at the decode engine", len(src.Blocks), len(s.dst.Blocks))
+	}
+	return nil
+}
+
+// checkHeld: P has the blocks that hold some units of a mapping.
+func (s *progress) checkHeld(src *Selection, k *mapping, from, to uint64) error {
+	g := int(k.group)
+	n, has := max(s.m.ratios[g].src, 1), uint64(At(src.First, g))
+	if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src.Blocks[g])) {
+		return fmt.Errorf("plan: the load needs blocks %d to %d of group %d, the offer has %d to %d", low, high, g, has, has+uint64(len(src.Blocks[g])))
+	}
+	return nil
 }
 
 // wholeBlocks is the unit up to which a load's blocks are whole when so many blocks of

@@ -1,4 +1,4 @@
-package core
+package kv
 
 import "fmt"
 
@@ -27,6 +27,27 @@ func (n Ranks) Check(r Rank) error {
 	}
 	if r.TP < 0 || r.TP >= n.TP || r.PP < 0 || r.PP >= n.PP {
 		return fmt.Errorf("rank %v of an engine of %v: want 0 to %d and 0 to %d", r, n, n.TP-1, n.PP-1)
+	}
+	return nil
+}
+
+// Share says which part of a transfer goes between one P rank and one D rank of engines with
+// unequal ranks.
+type Share struct {
+	K, Of  int // it is share K, from 0, of as many D agents as load from this P agent
+	Source int // number of the P agent among those of its engine, the same at all D agents: its rank
+}
+
+// Limits of a Share.
+const (
+	MaxShares = 64 // of one P agent's half, and P agents that one D loads from
+	maxSource = 1 << 16
+)
+
+// Check says what is wrong with a share that a peer names.
+func (s Share) Check() error {
+	if s.Of < 1 || s.Of > MaxShares || s.K < 0 || s.K >= s.Of || s.Source < 0 || s.Source >= maxSource {
+		return fmt.Errorf("share %d of %d from source %d: want 0 to %d of at most %d from a source below %d", s.K, s.Of, s.Source, s.Of-1, MaxShares, maxSource)
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"strings"
@@ -101,27 +101,10 @@ func TestEntriesOfARing(t *testing.T) {
 		{0, []BlockID{12}, []string{"block id 12", "has 12 blocks"}},
 	} {
 		s := Selection{First: []uint32{c.first}, Blocks: [][]BlockID{c.ids}}
-		if err := s.check(l); c.says != nil {
+		if err := s.Check(l); c.says != nil {
 			wantError(t, err, c.says...)
 		} else if err != nil {
 			t.Errorf("%d, %v: %v", c.first, c.ids, err)
-		}
-	}
-	held := &offer{held: Selection{First: []uint32{10}, Blocks: [][]BlockID{{10, 11}}}}
-	m := New(l, Options{})
-	for _, c := range []struct {
-		ids  []BlockID
-		says []string
-	}{
-		{[]BlockID{6, 7}, nil},
-		{[]BlockID{0}, []string{"id 0", "entry 0 of ring 1"}},
-		{[]BlockID{6, 7, 8, 9, 10}, []string{"7 entries", "rings have 6"}},
-	} {
-		err := m.checkPartialOffer(held, &PartialOffer{Blocks: [][]BlockID{c.ids}})
-		if c.says != nil {
-			wantError(t, err, c.says...)
-		} else if err != nil {
-			t.Errorf("%v: %v", c.ids, err)
 		}
 	}
 }

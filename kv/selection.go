@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"fmt"
@@ -27,16 +27,16 @@ func (s *Selection) Count() (n int) {
 	return n
 }
 
-// ofGroups is the selection with an element for each of so many groups.
-func (s *Selection) ofGroups(n int) Selection {
+// OfGroups is the selection with an element for each of so many groups.
+func (s *Selection) OfGroups(n int) Selection {
 	out := Selection{First: make([]uint32, n), Blocks: make([][]BlockID, n)}
 	copy(out.First, s.First)
 	copy(out.Blocks, s.Blocks)
 	return out
 }
 
-// check says why an engine's selection cannot be of this layout.
-func (s *Selection) check(l *Layout) error {
+// Check says why an engine's selection cannot be of this layout.
+func (s *Selection) Check(l *Layout) error {
 	if err := l.CheckBlocks(s.Blocks); err != nil {
 		return err
 	}
@@ -44,16 +44,16 @@ func (s *Selection) check(l *Layout) error {
 		return fmt.Errorf("first_block has %d groups, block_ids have %d", len(s.First), len(s.Blocks))
 	}
 	for g, ids := range s.Blocks {
-		if err := l.checkEntries(g, nil, uint64(at(s.First, g)), ids); err != nil {
+		if err := l.CheckEntries(g, nil, uint64(At(s.First, g)), ids); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// checkLoad is check for a selection that bytes land in.
-func (s *Selection) checkLoad(l *Layout) error {
-	if err := s.check(l); err != nil {
+// CheckLoad is Check for a selection that bytes land in.
+func (s *Selection) CheckLoad(l *Layout) error {
+	if err := s.Check(l); err != nil {
 		return err
 	}
 	if err := l.CheckUnique(s.Blocks); err != nil {
@@ -64,16 +64,16 @@ func (s *Selection) checkLoad(l *Layout) error {
 	}
 	for g, n := range s.Tokens {
 		// Whatever P's blocks are like, there is then something to copy.
-		if begin := uint64(at(s.First, g)) * uint64(l.Groups[g].Tokens); n != 0 && len(s.Blocks[g]) > 0 && begin >= uint64(n) {
+		if begin := uint64(At(s.First, g)) * uint64(l.Groups[g].Tokens); n != 0 && len(s.Blocks[g]) > 0 && begin >= uint64(n) {
 			return fmt.Errorf("the prompt has %d tokens in group %d, but the first block is that of token %d", n, g, begin)
 		}
 	}
 	return nil
 }
 
-// cut is what a load takes from a rank that gives some of this layout's regions. Without
+// Cut is what a load takes from a rank that gives some of this layout's regions. Without
 // any region, P is only told that D needs nothing.
-func (s *Selection) cut(l *Layout, regions []uint32) Selection {
+func (s *Selection) Cut(l *Layout, regions []uint32) Selection {
 	n := len(regions)
 	if fault.On("found-whole") && n > 0 || fault.On("found-unneeded") && n == 0 {
 		n = len(l.Regions)
@@ -93,8 +93,8 @@ func (s *Selection) cut(l *Layout, regions []uint32) Selection {
 	return out
 }
 
-// at is an element of a list that may be shorter, or nil.
-func at(list []uint32, i int) uint32 {
+// At is an element of a list that may be shorter, or nil.
+func At(list []uint32, i int) uint32 {
 	if i < len(list) {
 		return list[i]
 	}

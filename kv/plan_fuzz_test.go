@@ -1,4 +1,4 @@
-package core
+package kv
 
 import (
 	"encoding/binary"
@@ -73,7 +73,7 @@ func (n *numbers) geometry(s *Shape) {
 // numbers of blocks may be anything.
 //
 // It checks that a layout that NewLayout accepts lies within the address space and does
-// not overlap. A load that passes NewMatch, tooMuch and selectBlocks plans without an
+// not overlap. A load that passes NewMatch, TooMuch and Wanted plans without an
 // error or is cut into too many pieces. The plan reads offered blocks, within their
 // regions, as many bytes as the decode engine expects and in its order. It allocates for
 // the blocks there are, not for those claimed. If the peer's shapes are those of a layout,
@@ -173,28 +173,28 @@ func FuzzPlan(f *testing.F) {
 		}
 		checkCommons(t, m, l, peer)
 		offered, begin := n.blocks(), n.positions()
-		load := &LoadMessage{Match: m, Selection: Selection{First: n.positions(), Blocks: n.blocks(), Tokens: n.positions()}}
+		load := Selection{First: n.positions(), Blocks: n.blocks(), Tokens: n.positions()}
 		// CheckUnique takes a bit for each block of the engine's own layout.
 		small := !slices.ContainsFunc(l.Groups, func(g Group) bool { return g.NumBlocks > 1<<20 })
 		if small && l.CheckBlocks(load.Blocks) == nil {
 			checkTwice(t, l, load.Blocks)
 		}
-		if l.CheckBlocks(offered) != nil || New(l, Options{}).tooMuch(load) != "" {
+		if l.CheckBlocks(offered) != nil || load.TooMuch(l, m) != "" {
 			return
 		}
 		held := Selection{First: begin, Blocks: offered}
-		selected, err := held.wanted(load)
+		selected, err := held.Wanted(m, &load)
 		if err != nil {
 			return
 		}
 		first, src := selected.First, selected.Blocks
 		checkSelected(t, begin, offered, first, src)
-		if pieces, err := (&progress{m: m, dst: load.Selection}).bound(func(k *mapping) uint64 { return k.pair.perUnit() }); err != nil || pieces > 1<<13 {
+		if pieces, err := (&progress{m: m, dst: load}).bound(func(k *mapping) uint64 { return k.pair.perUnit() }); err != nil || pieces > 1<<13 {
 			return // else an input takes its time
 		}
 		alloctest.Bound(t, 1<<22, func() { checkPlan(t, l, m, first, src, load) })
 		if d := decodeLayout(peer); d != nil && d.CheckBlocks(load.Blocks) == nil && d.CheckUnique(load.Blocks) == nil && l.CheckUnique(src) == nil && cells(peer, load.Blocks)+cells(l.Shapes(), src) < 1<<12 {
-			checkMatch(t, m, l.Shapes(), peer, Selection{First: first, Blocks: src}, Selection{First: load.First, Blocks: load.Blocks, Tokens: load.Tokens})
+			checkMatch(t, m, l.Shapes(), peer, Selection{First: first, Blocks: src}, load)
 		}
 	})
 }
@@ -314,26 +314,26 @@ func checkSelected(t *testing.T, begin []uint32, offered [][]BlockID, first []ui
 		if len(src[g]) == 0 {
 			continue
 		}
-		k := int(first[g]) - int(at(begin, g))
+		k := int(first[g]) - int(At(begin, g))
 		if k < 0 || k+len(src[g]) > len(offered[g]) || !slices.Equal(src[g], offered[g][k:k+len(src[g])]) {
-			t.Fatalf("group %d: %v is selected from %d on, offered is %v from %d on", g, src[g], first[g], offered[g], at(begin, g))
+			t.Fatalf("group %d: %v is selected from %d on, offered is %v from %d on", g, src[g], first[g], offered[g], At(begin, g))
 		}
 	}
 }
 
 // checkPlan looks at the bytes that are read, and compares with the peer's expectation.
 // Places at the peer may overflow: transports leave them to it.
-func checkPlan(t *testing.T, l *Layout, m *Match, first []uint32, src [][]BlockID, load *LoadMessage) {
+func checkPlan(t *testing.T, l *Layout, m *Match, first []uint32, src [][]BlockID, load Selection) {
 	t.Helper()
-	pairs, err := m.Pairs(Selection{First: first, Blocks: src}, Selection{First: load.First, Blocks: load.Blocks, Tokens: load.Tokens})
+	pairs, err := m.Pairs(Selection{First: first, Blocks: src}, load)
 	if err != nil {
 		t.Fatalf("no plan of %v to %v: %v", src, load.Blocks, err)
 	}
-	segments, err := m.Segments(Selection{First: load.First, Blocks: load.Blocks, Tokens: load.Tokens})
+	segments, err := m.Segments(load)
 	if err != nil {
 		t.Fatalf("no segments of %v: %v", load.Blocks, err)
 	}
-	checkWindows(t, m, Selection{First: first, Blocks: src}, load.Selection, pairs, segments)
+	checkWindows(t, m, Selection{First: first, Blocks: src}, load, pairs, segments)
 	at, rest := 0, Segment{}
 	for _, p := range pairs {
 		r := &l.Regions[p.SrcRegion]

@@ -1,23 +1,12 @@
-package core
+package kv
 
 import (
 	"errors"
 	"fmt"
 	"math/bits"
 	"slices"
-)
 
-// Limits of a layout; a layout over a limit is refused whole.
-const (
-	MaxRegions = 1 << 16
-	MaxGroups  = 16
-	// MaxBlocks bounds the block ids of one group in one transfer: the tokens of the
-	// longest prompts, where a block has one.
-	MaxBlocks     = 1 << 18
-	MaxRegionName = 256
-	// RegionAlign is the least alignment of addresses, strides and lengths: a double word,
-	// which RDMA and DMA engines need for full speed.
-	RegionAlign = 4
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // BlockID numbers a block within its KV cache group, from 0.
@@ -233,6 +222,31 @@ func (l *Layout) CheckBlocks(blocks [][]BlockID) error {
 	return nil
 }
 
+// CheckEntries says which entries of a ring are not where their positions in the prompt
+// lie. first is the position of ids[0], held are the group's entries of earlier calls. A
+// part of a ring that wraps is a list whose ids begin anew in the middle.
+func (l *Layout) CheckEntries(g int, held []BlockID, first uint64, ids []BlockID) error {
+	ring := l.Regions[l.Groups[g].Regions[0]].IndexKind.ring()
+	if ring == 0 || len(ids) == 0 || fault.On("ring-unchecked") {
+		return nil
+	}
+	if n := len(held) + len(ids); n > int(ring) {
+		return fmt.Errorf("%d entries in group %d, whose rings have %d: later positions would lie on earlier ones", n, g, ring)
+	}
+	of := ids[0] / ring
+	if len(held) > 0 {
+		of = held[0] / ring
+	}
+	for i, id := range ids {
+		position := first + uint64(i)
+		if want := uint32(position % uint64(ring)); id/ring != of || id%ring != want {
+			return fmt.Errorf("id %d of group %d is entry %d of ring %d, but position %d of the prompt lies in entry %d of ring %d (rings of %d entries)",
+				id, g, id%ring, id/ring, position, want, of, ring)
+		}
+	}
+	return nil
+}
+
 // CheckUnique says which block id stands twice in one list. Reading a block twice is
 // harmless, but two writes into one block would leave either content. The ids must have
 // passed CheckBlocks.
@@ -256,20 +270,6 @@ func (l *Layout) Bytes(blocks [][]BlockID) uint64 {
 		n += uint64(len(ids)) * l.Groups[g].BlockBytes
 	}
 	return n
-}
-
-// Shape is a region without its address. A peer finds out by it which bytes of two layouts
-// are the same thing.
-type Shape struct {
-	Name        string
-	BlockStride uint64
-	BlockBytes  uint64
-	NumBlocks   uint32
-	Group       uint32
-
-	Tokens, Heads, FirstHead, TotalHeads uint32
-	TokenStride, HeadStride              uint64
-	IndexKind                            IndexKind
 }
 
 func (r *Region) shape() Shape {
