@@ -20,8 +20,8 @@ func (m *Machine) stepLoadMessage(now time.Time, l LoadMessage) (Code, string) {
 	if t, gone := m.ended.get(l.ID); gone {
 		return t.answer(&l)
 	}
-	if reason := l.TooMuch(m.layout, l.Match); reason != "" {
-		return Refused, reason
+	if err := l.CheckPeerLoad(m.layout, l.Match); err != nil {
+		return Refused, err.Error()
 	}
 	if l.Lease <= 0 || l.Lease > time.Hour {
 		l.Lease = m.opt.Lease

@@ -36,7 +36,7 @@ func (m *Machine) demanded(id TransferID) {
 		if of.load == nil {
 			return
 		}
-		first = min(first, kv.At(of.load.First, 0))
+		first = min(first, kv.OrZero(of.load.First, 0))
 	}
 	m.reportDemand(id, OK, "", first)
 }

@@ -252,6 +252,7 @@
 //	refused           FinishMessage LoadMessage Tick      -                 Report?
 //	refused           Cancel Close Remapped ProbeReplied  -                 Report?
 //
-// What caches are like, and which bytes of two of them are the same, is package kv's: values,
-// of which the machine holds an engine's layout and its selections.
+// What caches are like, and which bytes of two of them are the same, is package kv's: values.
+// The machine holds the engine's layout, the selections of its halves and of the peers' loads,
+// the match with each peer's layout, and a part's share.
 package core

@@ -88,7 +88,7 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 		return err
 	}
 	for g := range groups {
-		first, have := uint64(kv.At(r.First, g)), 0
+		first, have := uint64(kv.OrZero(r.First, g)), 0
 		var held []kv.BlockID
 		if of != nil && g < len(of.held.Blocks) && len(of.held.Blocks[g]) > 0 {
 			held = of.held.Blocks[g]
@@ -100,7 +100,7 @@ func (m *Machine) checkPartialOffer(of *offer, r *PartialOffer) error {
 			}
 			have += len(r.Blocks[g])
 		}
-		if n := uint64(max(kv.At(r.Ready, g), kv.At(r.Computing, g))); n > first+uint64(have) {
+		if n := uint64(max(kv.OrZero(r.Ready, g), kv.OrZero(r.Computing, g))); n > first+uint64(have) {
 			return fmt.Errorf("blocks up to %d of group %d are said to be ready or being computed, but block ids are given up to %d only", n, g, first+uint64(have))
 		}
 		if have > kv.MaxBlocks {
@@ -128,7 +128,7 @@ func (of *offer) checkPartial(r *OfferRequest) error {
 		if len(ids) == 0 {
 			continue
 		}
-		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || kv.At(r.First, g) != of.held.First[g] {
+		if g >= len(r.Blocks) || len(r.Blocks[g]) < len(ids) || !slices.Equal(r.Blocks[g][:len(ids)], ids) && !fault.On("other-blocks") || kv.OrZero(r.First, g) != of.held.First[g] {
 			return fmt.Errorf("its first %d blocks of group %d differ from the blocks that were offered before: withdraw the transfer first", len(ids), g)
 		}
 	}
@@ -143,7 +143,7 @@ func (of *offer) add(l *kv.Layout, r *PartialOffer) {
 	}
 	for g, ids := range r.Blocks {
 		if len(of.held.Blocks[g]) == 0 {
-			of.held.First[g] = kv.At(r.First, g)
+			of.held.First[g] = kv.OrZero(r.First, g)
 		}
 		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
 	}
@@ -153,7 +153,7 @@ func (of *offer) add(l *kv.Layout, r *PartialOffer) {
 // grow counts blocks as ready.
 func (of *offer) grow(l *kv.Layout, g *growth) {
 	more := func(region uint32) {
-		n := kv.At(g.ready, int(l.Regions[region].Group))
+		n := kv.OrZero(g.ready, int(l.Regions[region].Group))
 		if fault.On("partial-unready") {
 			n = of.held.First[0] + uint32(len(of.held.Blocks[0]))
 		}

@@ -16,7 +16,7 @@ import (
 // partMark stands between a transfer's id and its share: no id holds a NUL.
 const partMark = "\x00"
 
-// MaxPartID is the longest id that PartID gives.
+// MaxPartID is the longest id that PartID gives: [kv.MaxShares] has two digits, [kv.MaxSources] five.
 const MaxPartID = MaxTransferID + 16
 
 // PartID is the id of a share of a transfer, on the wire and in the transports of

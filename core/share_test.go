@@ -9,7 +9,7 @@ import (
 
 func TestPartIDs(t *testing.T) {
 	long := TransferID(strings.Repeat("x", MaxTransferID))
-	for _, s := range []kv.Share{{K: 0, Of: 1, Source: 0}, {K: 1, Of: 2, Source: 0}, {K: 63, Of: 64, Source: 1<<16 - 1}} {
+	for _, s := range []kv.Share{{K: 0, Of: 1, Source: 0}, {K: 1, Of: 2, Source: 0}, {K: 63, Of: 64, Source: kv.MaxSources - 1}} {
 		for _, id := range []TransferID{"a", "a/1@2", "0/1@0", long} {
 			part := PartID(id, s)
 			base, back, ok := splitPart(part)

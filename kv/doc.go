@@ -8,8 +8,8 @@
 // talking. If engines have several ranks, [Meetings] says which of them meet, and [Cover]
 // deals a decode rank's regions out to the prefill ranks that it has met.
 //
-// All of this is values. Nothing here does I/O, has a goroutine, a lock or a clock, or knows
-// how far a transfer has come: that is package core's. A layout, a match and a plan do not
+// All of this is values. Nothing here does I/O, has a goroutine, a lock or a clock, or keeps
+// how far a transfer has come: package core does, and says it where it asks. A layout, a match and a plan do not
 // change once they are made, so any goroutine may read them. What a peer says is checked
-// here: its shapes by [NewMatch], the blocks that it asks for by [Selection.TooMuch].
+// here: its shapes by [NewMatch], the blocks that it asks for by [Selection.CheckPeerLoad].
 package kv

@@ -55,7 +55,7 @@ func checkMatch(t testing.TB, m *Match, src, dst []Shape, from, to Selection) {
 		got, written := lands[c]
 		delete(lands, c)
 		wanted := has[l] && (to.Regions == nil || slices.Contains(to.Regions, c.region)) &&
-			(l.opaqueBlock || l.token < units(src, dst, l.group, uint64(At(to.Tokens, int(l.group)))))
+			(l.opaqueBlock || l.token < units(src, dst, l.group, uint64(OrZero(to.Tokens, int(l.group)))))
 		if written != wanted || written && got != l {
 			t.Fatalf("D's cell %+v of %+v: written %v with %+v, want %v", c, l, written, got, wanted)
 		}
@@ -86,7 +86,7 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, from, 
 	for done := false; !done; {
 		end := make([]uint32, len(src))
 		for r := range end {
-			end[r] = At(begin, r) + uint32(rnd.IntN(3)*rnd.IntN(3))
+			end[r] = OrZero(begin, r) + uint32(rnd.IntN(3)*rnd.IntN(3))
 		}
 		if done = rnd.IntN(6) == 0; done {
 			end = nil
@@ -115,7 +115,7 @@ func checkPairsBetween(t testing.TB, m *Match, src []Shape, pairs []Pair, from, 
 		for _, p := range part {
 			of := src[p.SrcRegion]
 			for b := p.SrcOffset / of.BlockStride; end != nil && b*of.BlockStride < p.SrcOffset+p.Length; b++ {
-				if n := At(from.First, int(of.Group)) + uint32(slices.Index(from.Blocks[of.Group], BlockID(b))); n >= end[p.SrcRegion] {
+				if n := OrZero(from.First, int(of.Group)) + uint32(slices.Index(from.Blocks[of.Group], BlockID(b))); n >= end[p.SrcRegion] {
 					t.Fatalf("%+v is block %d of the prompt, ready are %d", p, n, end[p.SrcRegion])
 				}
 			}

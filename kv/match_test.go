@@ -45,7 +45,7 @@ func eachCell(shapes []Shape, blocks [][]BlockID, first []uint32, f func(cell, l
 			continue
 		}
 		for k, id := range blocks[s.Group] {
-			pos, begin := uint64(At(first, int(s.Group)))+uint64(k), uint64(id)*s.BlockStride
+			pos, begin := uint64(OrZero(first, int(s.Group)))+uint64(k), uint64(id)*s.BlockStride
 			if s.Tokens == 0 {
 				for o := uint64(0); o < s.BlockBytes; o += RegionAlign {
 					f(cell{uint32(i), begin + o}, label{s.Group, s.Name, pos, 0, o, true})

@@ -92,7 +92,7 @@ func (m *Match) pairs(src Selection, wanted *progress, extents *[]Extent) ([]Pai
 	var position uint64
 	for k := range m.of(*dst) {
 		g := int(k.group)
-		r, has := m.ratios[g], uint64(At(src.First, g))
+		r, has := m.ratios[g], uint64(OrZero(src.First, g))
 		first, from, to, last := wanted.units(k)
 		start, before := position+(from-first)*k.unitBytes(), len(out)
 		position += fault.Pick("position-of-parts", last-first, to-from) * k.unitBytes()
@@ -134,7 +134,7 @@ func (k *mapping) unitBytes() uint64 {
 
 // units is the range of units of a group that a load has.
 func (m *Match) units(dst *Selection, group int) (from, to uint64) {
-	return m.ratios[group].span(At(dst.First, group), len(dst.Blocks[group]), At(dst.Tokens, group))
+	return m.ratios[group].span(OrZero(dst.First, group), len(dst.Blocks[group]), OrZero(dst.Tokens, group))
 }
 
 // progress is how far a load has come: the bytes that go now lie between begin and end.
@@ -151,10 +151,10 @@ func (s *progress) units(k *mapping) (first, from, to, last uint64) {
 	first, last = s.m.units(&s.dst, int(k.group))
 	from, to = first, last
 	if s.begin != nil {
-		from = r.wholeBlocks(first, last, At(s.begin, int(k.Src)))
+		from = r.wholeBlocks(first, last, OrZero(s.begin, int(k.Src)))
 	}
 	if s.end != nil {
-		to = r.wholeBlocks(first, last, At(s.end, int(k.Src)))
+		to = r.wholeBlocks(first, last, OrZero(s.end, int(k.Src)))
 	}
 	return first, from, max(from, to), last
 }
@@ -170,7 +170,7 @@ func (s *progress) checkGroups(src *Selection) error {
 // checkHeld: P has the blocks that hold some units of a mapping.
 func (s *progress) checkHeld(src *Selection, k *mapping, from, to uint64) error {
 	g := int(k.group)
-	n, has := max(s.m.ratios[g].src, 1), uint64(At(src.First, g))
+	n, has := max(s.m.ratios[g].src, 1), uint64(OrZero(src.First, g))
 	if low, high := from/n, (to+n-1)/n; low < has || high > has+uint64(len(src.Blocks[g])) {
 		return fmt.Errorf("plan: the load needs blocks %d to %d of group %d, the offer has %d to %d", low, high, g, has, has+uint64(len(src.Blocks[g])))
 	}

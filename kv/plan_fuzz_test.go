@@ -73,7 +73,7 @@ func (n *numbers) geometry(s *Shape) {
 // numbers of blocks may be anything.
 //
 // It checks that a layout that NewLayout accepts lies within the address space and does
-// not overlap. A load that passes NewMatch, TooMuch and Wanted plans without an
+// not overlap. A load that passes NewMatch, CheckPeerLoad and Wanted plans without an
 // error or is cut into too many pieces. The plan reads offered blocks, within their
 // regions, as many bytes as the decode engine expects and in its order. It allocates for
 // the blocks there are, not for those claimed. If the peer's shapes are those of a layout,
@@ -179,7 +179,7 @@ func FuzzPlan(f *testing.F) {
 		if small && l.CheckBlocks(load.Blocks) == nil {
 			checkTwice(t, l, load.Blocks)
 		}
-		if l.CheckBlocks(offered) != nil || load.TooMuch(l, m) != "" {
+		if l.CheckBlocks(offered) != nil || load.CheckPeerLoad(l, m) != nil {
 			return
 		}
 		held := Selection{First: begin, Blocks: offered}
@@ -314,9 +314,9 @@ func checkSelected(t *testing.T, begin []uint32, offered [][]BlockID, first []ui
 		if len(src[g]) == 0 {
 			continue
 		}
-		k := int(first[g]) - int(At(begin, g))
+		k := int(first[g]) - int(OrZero(begin, g))
 		if k < 0 || k+len(src[g]) > len(offered[g]) || !slices.Equal(src[g], offered[g][k:k+len(src[g])]) {
-			t.Fatalf("group %d: %v is selected from %d on, offered is %v from %d on", g, src[g], first[g], offered[g], At(begin, g))
+			t.Fatalf("group %d: %v is selected from %d on, offered is %v from %d on", g, src[g], first[g], offered[g], OrZero(begin, g))
 		}
 	}
 }

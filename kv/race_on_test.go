@@ -2,4 +2,5 @@
 
 package kv
 
+// raced: see race_off_test.go.
 const raced = true

@@ -22,8 +22,8 @@ func (r Rank) String() string { return fmt.Sprintf("tp %d pp %d", r.TP, r.PP) }
 
 // Check says what is wrong with numbers that a configuration or a peer gives.
 func (n Ranks) Check(r Rank) error {
-	if n.TP < 1 || n.TP > MaxRanks || n.PP < 1 || n.PP > MaxRanks || n.TP*n.PP > maxSource {
-		return fmt.Errorf("an engine of tp_size %d and pp_size %d: want 1 to %d each and %d ranks at most", n.TP, n.PP, MaxRanks, maxSource)
+	if n.TP < 1 || n.TP > MaxRanks || n.PP < 1 || n.PP > MaxRanks || n.TP*n.PP > MaxSources {
+		return fmt.Errorf("an engine of tp_size %d and pp_size %d: want 1 to %d each and %d ranks at most", n.TP, n.PP, MaxRanks, MaxSources)
 	}
 	if r.TP < 0 || r.TP >= n.TP || r.PP < 0 || r.PP >= n.PP {
 		return fmt.Errorf("rank %v of an engine of %v: want 0 to %d and 0 to %d", r, n, n.TP-1, n.PP-1)
@@ -40,14 +40,14 @@ type Share struct {
 
 // Limits of a Share.
 const (
-	MaxShares = 64 // of one P agent's half, and P agents that one D loads from
-	maxSource = 1 << 16
+	MaxShares  = 64      // of one P agent's half, and P agents that one D loads from
+	MaxSources = 1 << 16 // P agents of an engine
 )
 
 // Check says what is wrong with a share that a peer names.
 func (s Share) Check() error {
-	if s.Of < 1 || s.Of > MaxShares || s.K < 0 || s.K >= s.Of || s.Source < 0 || s.Source >= maxSource {
-		return fmt.Errorf("share %d of %d from source %d: want 0 to %d of at most %d from a source below %d", s.K, s.Of, s.Source, s.Of-1, MaxShares, maxSource)
+	if s.Of < 1 || s.Of > MaxShares || s.K < 0 || s.K >= s.Of || s.Source < 0 || s.Source >= MaxSources {
+		return fmt.Errorf("share %d of %d from source %d: want 0 to %d of at most %d from a source below %d", s.K, s.Of, s.Source, s.Of-1, MaxShares, MaxSources)
 	}
 	return nil
 }

@@ -44,7 +44,7 @@ func (s *Selection) Check(l *Layout) error {
 		return fmt.Errorf("first_block has %d groups, block_ids have %d", len(s.First), len(s.Blocks))
 	}
 	for g, ids := range s.Blocks {
-		if err := l.CheckEntries(g, nil, uint64(At(s.First, g)), ids); err != nil {
+		if err := l.CheckEntries(g, nil, uint64(OrZero(s.First, g)), ids); err != nil {
 			return err
 		}
 	}
@@ -64,7 +64,7 @@ func (s *Selection) CheckLoad(l *Layout) error {
 	}
 	for g, n := range s.Tokens {
 		// Whatever P's blocks are like, there is then something to copy.
-		if begin := uint64(At(s.First, g)) * uint64(l.Groups[g].Tokens); n != 0 && len(s.Blocks[g]) > 0 && begin >= uint64(n) {
+		if begin := uint64(OrZero(s.First, g)) * uint64(l.Groups[g].Tokens); n != 0 && len(s.Blocks[g]) > 0 && begin >= uint64(n) {
 			return fmt.Errorf("the prompt has %d tokens in group %d, but the first block is that of token %d", n, g, begin)
 		}
 	}
@@ -93,8 +93,8 @@ func (s *Selection) Cut(l *Layout, regions []uint32) Selection {
 	return out
 }
 
-// At is an element of a list that may be shorter, or nil.
-func At(list []uint32, i int) uint32 {
+// OrZero is an element of a list of a Selection, which may end before it: then it is 0.
+func OrZero(list []uint32, i int) uint32 {
 	if i < len(list) {
 		return list[i]
 	}

@@ -166,7 +166,7 @@ func (w *window) wholes(out []Pair, p *part, offset, limit, looks uint64) ([]Pai
 	dst, dense := w.blocks(p)[:p.to-p.from], k.denseDst
 	var src []BlockID
 	if !w.lands {
-		has := uint64(At(w.src.First, int(k.group)))
+		has := uint64(OrZero(w.src.First, int(k.group)))
 		src, dense = w.src.Blocks[k.group][p.from-has:p.to-has], k.dense
 	}
 	for i < uint64(len(dst)) && i*k.whole < limit && looks > 0 && len(out) < cap(out) {
@@ -192,7 +192,7 @@ func (w *window) cut(out []Pair, p *part, offset, limit, looks uint64) ([]Pair, 
 	if w.lands {
 		t = &k.seg
 	} else {
-		src, has = w.src.Blocks[k.group], uint64(At(w.src.First, int(k.group)))
+		src, has = w.src.Blocks[k.group], uint64(OrZero(w.src.First, int(k.group)))
 	}
 	begin, units := len(out), p.to-p.from
 	perBlock := r.dst * t.perUnit() * t.run

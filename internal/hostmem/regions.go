@@ -3,8 +3,9 @@ package hostmem
 import (
 	"fmt"
 
-	"github.com/kvconn/kvconn/kv"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 // Check says which region has a block that this process may not read, or may not write if

@@ -5,6 +5,7 @@ package arrows
 import (
 	"fmt"
 	"go/ast"
+	"go/importer"
 	"go/parser"
 	"go/token"
 	"go/types"
@@ -18,11 +19,18 @@ import (
 // included. Files are named without their folder.
 type Uses map[string]map[string]bool
 
-// others stands in for the packages that the read one imports: only uses within the read
-// package count.
-type others struct{}
+// generic are the packages whose results have types of who calls them: without these, what is
+// used through a loop over an iterator would not be seen.
+var generic = []string{"iter", "slices", "maps", "cmp", "sync/atomic"}
 
-func (others) Import(path string) (*types.Package, error) {
+// others are the packages that the read one imports. All but the generic ones are empty:
+// only uses within the read package count.
+type others struct{ source types.Importer }
+
+func (o others) Import(path string) (*types.Package, error) {
+	if slices.Contains(generic, path) {
+		return o.source.Import(path)
+	}
 	p := types.NewPackage(path, path[strings.LastIndexByte(path, '/')+1:])
 	p.MarkComplete()
 	return p, nil
@@ -47,7 +55,7 @@ func Read(dir string) (Uses, error) {
 		files = append(files, f)
 	}
 	info := types.Info{Uses: map[*ast.Ident]types.Object{}}
-	conf := types.Config{Importer: others{}, Error: func(error) {}}
+	conf := types.Config{Importer: others{importer.ForCompiler(set, "source", nil)}, Error: func(error) {}}
 	pkg, _ := conf.Check(dir, set, files, &info) // with errors about the other packages
 	file := func(at token.Pos) string { return filepath.Base(set.Position(at).Filename) }
 	uses := Uses{}

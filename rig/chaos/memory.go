@@ -6,8 +6,9 @@ import (
 	"strings"
 	"unsafe"
 
-	"github.com/kvconn/kvconn/kv"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 // memory is an engine's paged cache, outside Go's heap. Every block always holds a known

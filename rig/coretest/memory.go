@@ -8,8 +8,9 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/kvconn/kvconn/kv"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/kv"
 )
 
 const (

@@ -1,0 +1,146 @@
+package rig
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// below says for each package what of ours it imports. Tests are left out, and so is what stands below all (leaf).
+// What describes caches knows nothing of transfers, what decides about transfers knows nobody who moves bytes or messages,
+// these know no agent, and none of them knows the rig.
+var below = map[string][]string{
+	"kv": nil, "wire": nil, "bootstrap": nil,
+	"core":             {"kv", "wire"},
+	"natsbus":          {"core", "wire"},
+	"internal/hostmem": {"kv"}, "internal/shmem": {"core"},
+	"cuda":             {"core", "cuda/internal/driver"},
+	"tcp":              {"core", "internal/hostmem", "kv"},
+	"rdma":             {"core", "internal/hostmem", "kv", "rdma/internal/verbs"},
+	"local":            {"core", "cuda", "internal/hostmem", "internal/shmem", "kv"},
+	"internal/devices": {"core", "cuda", "kv", "local", "rdma", "tcp"},
+	"node": {"bootstrap", "core", "cuda", "internal/devices", "internal/hostmem", "internal/shmem", "kv", "local", "natsbus", "rdma",
+		"tcp", "wire"},
+	"proxy": {"bootstrap"}, "launch": {"bootstrap", "proxy"},
+	"internal/synthetic": {"core", "internal/shmem", "kv", "natsbus", "node"}, "internal/gpuhost": {"cuda", "rdma"},
+	"cli":        {"core", "cuda", "internal/gpuhost", "internal/synthetic", "kv", "launch", "local", "node", "proxy", "rdma"},
+	"capi":       {"cli", "core", "internal/devices", "internal/shmem", "kv", "node"},
+	"cmd/kvconn": {"cli"}, "cmd/kvconn-rig": {"rig"},
+}
+
+// leaf says whether all packages may import one: it is internal, and imports only such ones.
+func leaf(name string) bool {
+	return strings.Contains(name+"/", "internal/") && !slices.Contains([]string{"cuda/internal/driver", "rdma/internal/verbs"}, name) && below[name] == nil
+}
+
+// TestImportsPointOneWay: packages import what stands below them, whatever tags their files need.
+func TestImportsPointOneWay(t *testing.T) {
+	imports := map[string]map[string]bool{}
+	for name, f := range productFiles(t, parser.ImportsOnly) {
+		folder := path.Dir(name)
+		if imports[folder] == nil {
+			imports[folder] = map[string]bool{}
+		}
+		for _, spec := range f.Imports {
+			if of, ours := strings.CutPrefix(importedBy(t, spec), module); ours {
+				imports[folder][of] = true
+			}
+		}
+	}
+	for name, has := range imports {
+		row, known := below[name]
+		if !known && !strings.Contains(name, "internal/") {
+			t.Errorf("%s has no row in below", name)
+		}
+		for of := range has {
+			if !leaf(of) && !slices.Contains(row, of) {
+				t.Errorf("%s imports %s, but only %v stand below it", name, of, row)
+			}
+		}
+	}
+	for name, row := range below {
+		for _, of := range row {
+			if !imports[name][of] {
+				t.Errorf("%s does not import %s: below knows of more than there is", name, of)
+			}
+		}
+	}
+}
+
+// TestDecidesWithoutTheWorld: kv and core do no I/O, and have no goroutine, lock or clock. core has times: its user tells them.
+func TestDecidesWithoutTheWorld(t *testing.T) {
+	world := []string{"crypto/rand", "io", "log", "math/rand", "net", "os", "runtime", "sync", "syscall", "go.uber.org/zap", "golang.org/x/sys"}
+	files := 0
+	for name, f := range productFiles(t, parser.SkipObjectResolution) {
+		folder := path.Dir(name)
+		if folder != "kv" && folder != "core" {
+			continue
+		}
+		files++
+		for _, spec := range f.Imports {
+			of := importedBy(t, spec)
+			if slices.ContainsFunc(world, func(w string) bool { return of == w || strings.HasPrefix(of, w+"/") }) || of == "time" && folder == "kv" {
+				t.Errorf("%s imports %s", name, of)
+			}
+		}
+		ast.Inspect(f, func(n ast.Node) bool {
+			switch n := n.(type) {
+			case *ast.GoStmt:
+				t.Errorf("%s begins a goroutine", name)
+			case *ast.SelectorExpr:
+				of, isName := n.X.(*ast.Ident)
+				if isName && of.Name == "time" && slices.Contains([]string{"After", "AfterFunc", "NewTicker", "NewTimer", "Now", "Since", "Sleep", "Tick", "Until"}, n.Sel.Name) {
+					t.Errorf("%s asks a clock: time.%s", name, n.Sel.Name)
+				}
+			}
+			return true
+		})
+	}
+	if files < 30 {
+		t.Errorf("kv and core have %d files", files)
+	}
+}
+
+// productFiles are the Go files of all packages but the rig's, by their names below the module's folder, tests left out. They are read here, not
+// by the go command: go test then knows that its result depends on them.
+func productFiles(t *testing.T, mode parser.Mode) map[string]*ast.File {
+	t.Helper()
+	files, set := map[string]*ast.File{}, token.NewFileSet()
+	err := filepath.WalkDir("..", func(name string, e fs.DirEntry, err error) error {
+		below, _ := filepath.Rel("..", name)
+		switch {
+		case err != nil:
+			return err
+		case e.IsDir() && below != "." && (strings.HasPrefix(e.Name(), ".") || slices.Contains([]string{"build", "dist", "rig", "testdata"}, e.Name())):
+			return filepath.SkipDir
+		case e.IsDir() || !strings.HasSuffix(name, ".go") || strings.HasSuffix(name, "_test.go"):
+			return nil
+		}
+		f, err := parser.ParseFile(set, name, nil, mode)
+		files[filepath.ToSlash(below)] = f
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(files) < 200 {
+		t.Fatalf("%d files of Go were found", len(files))
+	}
+	return files
+}
+
+func importedBy(t *testing.T, spec *ast.ImportSpec) string {
+	t.Helper()
+	of, err := strconv.Unquote(spec.Path.Value)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return of
+}
