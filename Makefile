@@ -91,7 +91,7 @@ test: lint gpu-double test-go side-by-side attacks ## all tests that need no vLL
 
 # What takes no figures, and leaves a processor idle for half of its time, runs two at a time. What several need is built before.
 side-by-side: cmd wheel | tools
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target bench-once mutants test-wheel disguises test-core test-c
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target bench-once mutants test-wheel referee test-core test-c
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
@@ -119,8 +119,10 @@ test-c: $(BUILD)/libkvconn.so licenses/go/LICENSE ## the C program, as C and as 
 test-wheel: wheel ## Python tests on the wheel, in a clean environment
 	@$(STAGE) wheel scripts/test-wheel.sh $(PYTHON)
 
+# It leaves the table's row for `attacks`.
 referee: cmd ## the router before engines of real FastAPI releases; a part of attack. REFEREE='--seed 2 --chance 9000 --seconds 90' for options
-	scripts/referee.sh $(PYTHON) $(BUILD)/kvconn $(REFEREE)
+	@rm -f $(BUILD)/disguises.txt
+	@$(STAGE) referee scripts/referee.sh $(PYTHON) $(BUILD)/kvconn --row $(BUILD)/disguises.txt $(REFEREE)
 
 gpu-double: | tools ## build/gpu-double/, the tests' own CUDA driver, and its tests under both sanitizers
 	@$(STAGE) gpu-double bash -c 'scripts/gpu-double.sh --test || { status=$$?; ((status == 75)) || exit $$status; }'
@@ -130,12 +132,8 @@ gpu-kit: | tools ## build/kvconn-gpu-kit.tar.gz: what a machine with a GPU is to
 	@GO=$(GO) scripts/gpu-kit.sh
 
 attack: ## attacks on real agents in processes of their own: what each got once, and gets now; what the defence costs a load
-	@$(MAKE) --no-print-directory disguises
+	@$(MAKE) --no-print-directory referee
 	@$(MAKE) --no-print-directory attacks
-
-disguises: cmd
-	@rm -f $(BUILD)/disguises.txt
-	@$(STAGE) referee scripts/referee.sh $(PYTHON) $(BUILD)/kvconn --row $(BUILD)/disguises.txt
 
 # Its figures are of a machine that does nothing else.
 attacks: cmd | tools
@@ -185,4 +183,4 @@ quick: $(VENV)/stamp | tools ## before the whole check: the style, the pages, th
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test side-by-side test-go test-core bench-once test-c test-wheel disguises attacks referee gpu-double gpu-kit soak fuzz mutants rdma-test environments e2e e2e-sglang e2e-versions lint quick clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test side-by-side test-go test-core bench-once test-c test-wheel attacks referee gpu-double gpu-kit soak fuzz mutants rdma-test environments e2e e2e-sglang e2e-versions lint quick clean chaos

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The end of a check: `scripts/digest.py FOLDER [SECONDS]`, where FOLDER is what KVCONN_CHECK named for scripts/stage.py. All of it took
-SECONDS, which is less than the sum of its stages where some ran side by side.
+"""The end of a check: `scripts/digest.py FOLDER [SECONDS]`, where FOLDER is what KVCONN_CHECK named for scripts/stage.py.
+
+All of the check took SECONDS, which is less than the sum of its stages where some ran side by side.
 
 Prints at most 60 lines: each failed test with its own lines, each data race's first stack, each failed command, the tests that
-failed once and then passed alone (FLAKY), what was not run, and how long each stage took and kept processors
-busy. The exit status is 1 if a stage has failed, or if more than three tests were flaky.
+failed once and then passed alone (FLAKY), what was not run, and how long each stage took and kept processors busy. The exit status
+is 1 if a stage has failed, or if more than three tests were flaky.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def not_run(folder: Path, stage: Stage) -> list[str]:
     log = folder / (stage.name + ".log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     said = [line.strip("# ") for line in text.splitlines() if line.startswith("## ") and "NOT RUN" in line]
-    said += [re.sub(r"^\S+: ", "", event["Output"].strip()) for event in go_events(folder, stage) if "NOT RUN" in event.get("Output", "")]
+    outputs = (event.get("Output", "") for event in go_events(folder, stage))
+    said += [re.sub(r"^\S+: (NOT RUN: )?", "", output.strip()) for output in outputs if "NOT RUN" in output]
     return [f"NOT RUN {stage.name}: {line}" for line in dict.fromkeys(said)]
 
 

@@ -93,7 +93,7 @@ def test_go(check: Path, tmp_path: Path) -> None:
     assert "FAILED go: sample TestBad/inner\n    x_test.go:13: two is 3" in text
     assert "FLAKY go: sample TestOnce\n    x_test.go:19: the first time" in text
     assert "TestGood" not in text
-    assert text.count("NOT RUN go: NOT RUN: no kernel") == 1
+    assert text.count("NOT RUN go: no kernel") == 1
     assert "FAILED race: data race in racy TestRace\n    Read at" in text or "FAILED race: data race in racy TestRace\n    Write at" in text
 
 
