@@ -95,9 +95,9 @@ side-by-side: cmd wheel | tools
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
-LONGEST := ./tcp ./node ./local ./natsbus ./internal/devices ./rig/conformance ./cuda ./core ./kv
-# Packages at once: tests wait for more than a quarter of their time, so two more than there are cores.
-AT_ONCE := $(shell echo $$(($$(nproc) + 2)))
+LONGEST := ./node ./local ./tcp/conformance ./tcp ./internal/devices ./natsbus ./rig/conformance ./cuda ./core ./kv
+# Packages at once: four of them used 67 % of two cores, since tests wait.
+AT_ONCE := $(shell echo $$(($$(nproc) * 3)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.

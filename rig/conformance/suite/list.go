@@ -9,7 +9,7 @@ type doubleOnly struct {
 
 // onTheDouble is told in the JSON. A test holds it to the sources.
 var onTheDouble = []doubleOnly{
-	{"tcp/conformance_test.go", "memory that the suite sees although the process that has it was stopped or killed", []string{"TestProcesses/device"}},
+	{"tcp/conformance/conformance_test.go", "memory that the suite sees although the process that has it was stopped or killed", []string{"TestProcesses/device"}},
 	{"internal/devices/races_test.go", "streams that are late as a seed says, and a look at memory that waits for none of them", []string{
 		"TestReadAfterMoment", "TestWrittenAfterMoment", "TestReportAfterCopy", "TestCancelWaits", "TestWithdrawWaits"}},
 	{"internal/devices/failures_test.go", "a device that is lost, stuck, or fails at a given operation", []string{

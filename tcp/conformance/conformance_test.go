@@ -1,4 +1,6 @@
-package tcp_test
+// Package conformance holds tcp to what every Transport promises. It is no part of package tcp, so that its tests, which take as
+// long as all others of tcp together, run beside them.
+package conformance
 
 import (
 	"fmt"
