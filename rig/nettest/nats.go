@@ -77,7 +77,7 @@ func NewNATS(t testing.TB, args ...string) *NATSServer {
 	bin := binary(t) // which may take a while to build: the ports are free now
 	addrs := freeAddrs(t, 2)
 	s := &NATSServer{t: t, bin: bin, addr: addrs[0], monitor: addrs[1], args: args}
-	t.Cleanup(s.Kill)
+	s.endWithTest()
 	s.Start()
 	return s
 }
@@ -143,6 +143,12 @@ func (s *NATSServer) Reload() {
 	}
 }
 
+// endWithTest has the server end before its folder is removed: a test's cleanups run from the last to the first.
+func (s *NATSServer) endWithTest() {
+	s.t.TempDir()
+	s.t.Cleanup(s.Kill)
+}
+
 // Kill is SIGKILL.
 func (s *NATSServer) Kill() {
 	if s.cmd == nil {
@@ -171,7 +177,7 @@ func NewNATSTrio(t testing.TB, args ...string) *NATSTrio {
 		s := &NATSServer{t: t, bin: bin, addr: addrs[i], monitor: addrs[3+i], args: append([]string{
 			"-n", fmt.Sprint("s", i), "--cluster_name", "trio", "--cluster", routes[i], "--routes", strings.Join(routes, ",")}, args...)}
 		c.Servers[i] = s
-		t.Cleanup(s.Kill)
+		s.endWithTest()
 		s.launch()
 	}
 	c.MetaLeader()

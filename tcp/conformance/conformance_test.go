@@ -72,14 +72,6 @@ func TestConformance(t *testing.T) {
 	})
 }
 
-func TestTimeAtRest(t *testing.T) {
-	coretest.TimeAtRest(t, fixture(opener(3, 0, 0)), "received")
-}
-
-func TestTimeAtRestOfP(t *testing.T) {
-	coretest.TimeAtRest(t, fixture(opener(3, 0, 0)), "written")
-}
-
 // TestProcesses holds tcp to the promises between processes.
 func TestProcesses(t *testing.T) {
 	for name, kind := range processes {
