@@ -1,7 +1,9 @@
 package node
 
 import (
+	"bytes"
 	"context"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -30,8 +32,9 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	p := open(t, cfg)
 	address := p.BootstrapAddress()
 	clock := &skewedClock{}
+	const skew = time.Minute // more than a hello takes on any machine
 	patient := testConfig(RoleDecode)
-	patient.PeerTimeout, patient.ConnectTimeout = Seconds(bound), Seconds(bound)
+	patient.PeerTimeout, patient.ConnectTimeout = Seconds(skew+2*bound), Seconds(skew+2*bound)
 	a, err := Open(patient, Options{Clock: clock})
 	if err != nil {
 		t.Fatal(err)
@@ -49,8 +52,8 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	goOn := sync.OnceFunc(p.halves.mu.Unlock)
 	t.Cleanup(goOn)
 	d.load("second", address, 3)
-	until(t, "the load has begun", d.caches.Load().queue.loads.busy)
-	clock.by.Store(int64(time.Minute)) // more than a hello takes on any machine
+	until(t, "P has the load", func() bool { return runs("(*server).load(") })
+	clock.by.Store(int64(skew))
 	gone, cancel := context.WithTimeout(t.Context(), bound)
 	cancel()
 	_ = p.plane.close(gone)
@@ -66,6 +69,12 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	d.load("third", address, 5)
 	d.want("third", core.OK)
 	same(t, next, []kv.BlockID{4}, d, []kv.BlockID{5})
+}
+
+// runs says whether a goroutine of this process is in a function.
+func runs(function string) bool {
+	stacks := make([]byte, 4<<20)
+	return bytes.Contains(stacks[:runtime.Stack(stacks, true)], []byte(function))
 }
 
 func TestOpenedAt(t *testing.T) {
