@@ -35,4 +35,6 @@ EXPORT void kvgpu_delay(unsigned microseconds) {
   pthread_mutex_unlock(&world);
 }
 
-EXPORT unsigned char kvgpu_byte(uint64_t pattern, uint64_t i) { return (unsigned char)(mix(pattern * 0x2545f4914f6cdd1du + i / 8) >> (8 * (i % 8))); }
+uint64_t kvgpu_word(uint64_t pattern, uint64_t i) { return mix(pattern * 0x2545f4914f6cdd1du + i / 8) >> (8 * (i % 8)); }
+
+EXPORT unsigned char kvgpu_byte(uint64_t pattern, uint64_t i) { return (unsigned char)kvgpu_word(pattern, i); }

@@ -63,6 +63,7 @@ uint64_t blocked_calls(void);
 /* ---- chance.c */
 uint64_t mix(uint64_t x);
 uint64_t draw(uint64_t *state);
+uint64_t kvgpu_word(uint64_t pattern, uint64_t i); /* the bytes of a pattern from byte i on, to the end of its eight */
 extern unsigned delay_max; /* microseconds */
 
 /* ---- violation.c: what no driver forgives and none reports */
