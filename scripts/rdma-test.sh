@@ -239,9 +239,9 @@ if ((${#one[@]} && ${#more[@]})); then
 else
   alone "${one[@]}" "${more[@]}" || status=$?
 fi
-for stage in "${two[@]}"; do
+for stage in "${two[@]}"; do # one processor each: P and D are beside each other all the same, and no lock's holder is left without a core
   export RXE_TWO_HOSTS=1
-  machine "$stage" --two-hosts "scripts/rdma-test.sh --guest $stage" "scripts/rdma-test.sh --guest $stage" || status=$?
+  machine "$stage" --cpus 1 --two-hosts "scripts/rdma-test.sh --guest $stage" "scripts/rdma-test.sh --guest $stage" || status=$?
 done
 cat $out/*.failed 2>/dev/null || true # once more, at the end
 echo "rdma-test: $([[ $status == 0 ]] && echo ok || echo "FAILED (status $status)"); logs in $out"
