@@ -215,9 +215,15 @@ func (src *source) connected(s *signal) {
 
 // lost retires the lanes that broke at P, and says which stripes have landed. After the
 // answer P writes the rest by other lanes, so D answers "busy" while a lane that broke
-// can still deliver. src.mu is held.
+// can still deliver. P names what it has dealt to lanes: the mark of its begin may have been
+// on a lane that broke, while other lanes carried bytes. src.mu is held.
 func (src *source) lost(s *signal) *reply {
 	rep := &reply{}
+	for _, seq := range s.Seqs {
+		if e := src.live[seq]; e != nil {
+			e.begin()
+		}
+	}
 	for _, id := range s.Lanes {
 		if l := src.lanes[id]; l != nil {
 			src.retire(l)

@@ -40,7 +40,22 @@ func (cn *conn) connect() error {
 			return err
 		}
 	}
+	if cn.asksFirst() {
+		return nil
+	}
 	return cn.sayConnected(rep.Secret, why)
+}
+
+// asksFirst says that all lanes broke while lanes were being made: P asks D what has arrived, and names what it has begun to write, before it
+// tells D that there is no path. Then it connects once more.
+func (cn *conn) asksFirst() bool {
+	cn.mu.Lock()
+	defer cn.mu.Unlock()
+	if len(cn.lanes) > 0 || len(cn.lost) == 0 || cn.state == stateEnded {
+		return false
+	}
+	cn.tasks |= makeLanes
+	return true
 }
 
 // sayConnected tells D which lanes P keeps, made with the keys that D has told with this secret. If there are none, the

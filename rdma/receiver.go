@@ -150,6 +150,13 @@ func (r *receiver) arm(id core.TransferID, peer core.AgentID, total uint64, segm
 	return e.grant.sign(src.secret, id), nil
 }
 
+// begin notes that bytes of an expect may have landed; its source's lock is held.
+func (e *expect) begin() {
+	if e.begun.IsZero() {
+		e.begun = time.Now()
+	}
+}
+
 // take ends an expect. The caller tells its outcome when it is fenced. If the expect
 // has ended already, take returns false. Its source's lock is held.
 func (r *receiver) take(e *expect) bool {

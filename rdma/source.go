@@ -214,9 +214,7 @@ func (src *source) loseAll(cause error) {
 // beginAll has all transfers count as begun; src.mu is held.
 func (src *source) beginAll() {
 	for _, e := range src.live {
-		if e.begun.IsZero() {
-			e.begun = time.Now()
-		}
+		e.begin()
 	}
 }
 
@@ -332,9 +330,7 @@ func (src *source) landed(m mark) *expect {
 	if e == nil || e.src != src || generation != m.generation {
 		return nil
 	}
-	if e.begun.IsZero() {
-		e.begun = time.Now()
-	}
+	e.begin()
 	if m.begins() || m.index >= m.total {
 		return nil
 	}
