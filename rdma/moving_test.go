@@ -101,16 +101,6 @@ func (m *moving) over() bool {
 	return len(m.d.sink.All("received", m.id)) > 0 || len(m.p.sink.All("written", m.id)) > 0
 }
 
-// endedWell says whether a side has been told that the transfer ended well.
-func (m *moving) endedWell() bool {
-	for _, o := range append(m.d.sink.All("received", m.id), m.p.sink.All("written", m.id)...) {
-		if o.Err == nil {
-			return true
-		}
-	}
-	return false
-}
-
 // ends waits for both outcomes and checks every byte of d's pool: a transfer that
 // ended well is there, and nothing else was touched.
 func (m *moving) ends() (took time.Duration, received, written error) {
