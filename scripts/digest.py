@@ -24,6 +24,8 @@ BEGINS = re.compile(
     r"^\s*--- FAIL|^panic: |^fatal error: |WARNING: DATA RACE|^FAIL\s|^(FAILED|ERROR) |^PROBLEM: |: error: |^\*\*\* |"
     r"^make(\[\d+\])?: \*\*\*|^Traceback |^error: |^## .*DIED"
 )
+# Of a stage that runs Go's tests and commands: a command that failed.
+COMMAND_FAILED = re.compile(r"^(\[\d\] )?PROBLEM: |^FAIL  \w+ \(status ")
 NOISE = re.compile(r"^\s*(=== |--- (PASS|SKIP)|PASS$|coverage: )")
 
 
@@ -126,16 +128,19 @@ def not_run(folder: Path, stage: Stage) -> list[str]:
     log = folder / (stage.name + ".log")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     said = [line.strip("# ") for line in text.splitlines() if line.startswith("## ") and "NOT RUN" in line]
-    outputs = (event.get("Output", "") for event in go_events(folder, stage))
+    outputs = (event.get("Output", "") for run in go_runs(folder, stage) for event in run)
     said += [re.sub(r"^\S+: (NOT RUN: )?", "", output.strip()) for output in outputs if "NOT RUN" in output]
     return [f"NOT RUN {stage.name}: {line}" for line in dict.fromkeys(said)]
 
 
-def go_events(folder: Path, stage: Stage) -> Iterator[dict[str, str]]:
-    """What `go test -json` said; nothing of a stage that ran something else."""
+def go_runs(folder: Path, stage: Stage) -> list[list[dict[str, str]]]:
+    """What `go test -json` said, for each run, with an empty line after it if there are several; nothing of a stage that ran something
+    else."""
     events = folder / (stage.name + ".json")
-    if events.exists():
-        yield from (json.loads(line) for line in events.read_text(encoding="utf-8").splitlines() if line.startswith("{"))
+    if not events.exists():
+        return []
+    runs = events.read_text(encoding="utf-8").split("\n\n")
+    return [[json.loads(line) for line in run.splitlines() if line.startswith("{")] for run in runs]
 
 
 def results(folder: Path, stage: Stage) -> tuple[list[Failure], list[Failure]]:
@@ -143,12 +148,16 @@ def results(folder: Path, stage: Stage) -> tuple[list[Failure], list[Failure]]:
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     failed: list[Failure] = []
     flaky: list[Failure] = []
-    if (folder / (stage.name + ".json")).exists():
-        failed, flaky = go_results(go_events(folder, stage))
-    elif "short test summary info" in text:
+    runs = go_runs(folder, stage)
+    for run in runs:
+        bad, unsteady = go_results(run)
+        failed, flaky = failed + bad, flaky + unsteady
+    if not runs and "short test summary info" in text:
         failed, flaky = pytest_results(text)
     if stage.status and not failed:
         failed = log_failures(text)
+    elif runs and (commands := [line for line in dict.fromkeys(text.splitlines()) if COMMAND_FAILED.match(line)]):
+        failed.append(Failure("commands", commands))
     return failed, flaky
 
 

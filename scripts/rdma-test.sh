@@ -9,7 +9,7 @@
 # other. The two machines with one guest each run side by side, since the stages wait for a third of their time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=build/rdma-test
+out=build/rdma-test module=github.com/kvconn/kvconn
 one_guest=(go yama python signals race)
 neighbours=(gpu agents)
 unless_named='signals race' # are left out
@@ -22,9 +22,13 @@ bound=3000 # seconds, for all stages of a machine, its start included: it ends a
 # times as much. So what takes longest runs without it: of the conformance suite it has the part on plans. Stage race has the same with the race detector.
 elsewhere='TestPretouch|TestSendQueueRandom|TestABI'
 unraced='^(TestSignalFaults|TestProcesses|TestPartialLanes|TestWritesOfManyPieces|TestManyPiecesOnADevice)$|^TestConformance$/_queue_pairs$'
-build_plain() { [[ -x $out/bin/plain.test ]] || ${GO:-go} test -tags invariants -c -o $out/bin/plain.test ./rdma; }
+build_plain() {
+  build_runner
+  [[ -x $out/bin/plain.test ]] || ${GO:-go} test -tags invariants -c -o $out/bin/plain.test ./rdma
+}
 build_go() { # the test binary of each package below rdma/ that has tests
   local package dir
+  build_runner
   ${GO:-go} list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}' ./rdma/... >$out/packages
   sed -i '/^$/d' $out/packages
   [[ -s $out/packages ]]
@@ -34,19 +38,40 @@ build_go() { # the test binary of each package below rdma/ that has tests
   build_plain
 }
 run_go() {
-  local failed=0 binary=$PWD/$out/bin/plain.test
+  local failed=0
   raced "^($elsewhere)\$|$unraced" || failed=1
-  (cd rdma && timeout -k 5 900 "$binary" -test.v -test.short -test.timeout 860s -test.fullpath -test.skip '^TestSignalFaults$' -test.run "$unraced") || failed=1
+  plain 860 -test.short -test.skip '^TestSignalFaults$' -test.run "$unraced" || failed=1
   all_signals -test.short || failed=1
   return $failed
 }
 raced() { # the tests of all packages, without some
   local package dir failed=0
   while read -r package dir; do
-    echo "== $package"
-    (cd "$dir" && timeout -k 5 1800 "$OLDPWD/$out/bin/${package//\//_}.test" -test.v -test.short -test.timeout 1760s -test.fullpath -test.skip "$1") || failed=1
+    tested 1760 "$package" "$dir" "$PWD/$out/bin/${package//\//_}.test" -test.short -test.skip "$1" || failed=1
   done <$out/packages
   return $failed
+}
+plain() { # SECONDS FLAG…
+  tested "$1" "$module/rdma" rdma "$PWD/$out/bin/plain.test" "${@:2}"
+}
+build_runner() {
+  [[ -x $out/bin/gotestsum ]] || ${GO:-go} build -o $out/bin/gotestsum gotest.tools/gotestsum
+  [[ -x $out/bin/test2json ]] || ${GO:-go} build -o $out/bin/test2json cmd/test2json
+}
+# SECONDS PACKAGE FOLDER BINARY FLAG…: runs a package's tests in its folder. Up to three that fail run once more, when the others of the binary
+# have ended, by the runner of scripts/test-go.sh. That takes output that begins with "panic: " for a binary that died under its tests, and so
+# for nothing to run again. What `go test -json` would say is in $out/*.events, one file for each call.
+tested() {
+  local rc=0 events bin=$PWD/$out/bin
+  local told='"$@"; rc=$?; ((rc < 2)) || printf "\npanic: the test binary has ended with status %d\n" $rc; exit $rc'
+  events=$(mktemp)
+  echo "== $2"
+  (cd "$3" && timeout -k 5 $((2 * $1 + 40)) "$bin/gotestsum" --format standard-verbose --hide-summary skipped --rerun-fails=1 \
+    --rerun-fails-max-failures=3 --rerun-fails-run-root-test --rerun-fails-abort-on-data-race --jsonfile "$events" \
+    --raw-command -- "$bin/test2json" -t -p "$2" bash -c "$told" - "$4" -test.v=test2json -test.timeout "$1s" -test.fullpath "${@:5}") || rc=$?
+  cp "$events" "$(mktemp "$out/${stage}.XXXXXX.events")"
+  rm "$events"
+  return $rc
 }
 build_race() { build_go; }
 run_race() { raced "^($elsewhere|TestSignalFaults)\$"; }
@@ -65,7 +90,7 @@ build_gpu() {
   build_rig
 }
 run_gpu() {
-  local failed=0 doubles=$PWD/build/gpu-double binary=$PWD/$out/bin/plain.test
+  local failed=0 doubles=$PWD/build/gpu-double
   [[ ! -e $out/gpu.missing ]] || { echo "--- SKIP: gpu NOT RUN: the driver double needs cuda.h"; return 0; }
   export KVGPU_DOUBLES=$doubles
   gpu_tests '^TestGPU(Refused|Inspect)$' || failed=1 # the kernel's own answer
@@ -77,7 +102,7 @@ run_gpu() {
   KVCONN_LIBCUDA=$doubles/libkvgpu-double.so chaos --transport rdma --memory double --parts faults --kinds SIGKILL,SIGSTOP --faults 4 || failed=1
   return $failed
 }
-gpu_tests() { (cd rdma && timeout -k 5 900 "$binary" -test.v -test.timeout 860s -test.fullpath -test.run "$1"); }
+gpu_tests() { plain 860 -test.run "$1"; }
 
 # The GPU kit's program, which fills and reads the memory by the driver's own copies.
 kit_suite() {
@@ -87,10 +112,7 @@ kit_suite() {
 
 # Each signal, lost, late and doubled, the first of its kind and the second. The race detector would make five minutes of it.
 build_signals() { build_plain; }
-run_signals() {
-  local binary=$PWD/$out/bin/plain.test
-  all_signals
-}
+run_signals() { all_signals; }
 all_signals() { # by two processes, since they wait most of the time; stage go runs the short form
   local failed=0 first
   signal_faults 'greet|ports|connect|connected' "$@" >$out/signals.first.log 2>&1 &
@@ -100,7 +122,7 @@ all_signals() { # by two processes, since they wait most of the time; stage go r
   cat $out/signals.first.log
   return $failed
 }
-signal_faults() { (cd rdma && timeout -k 5 600 "$binary" -test.v -test.timeout 560s -test.fullpath "${@:2}" -test.run "^TestSignalFaults\$/^($1)_"); }
+signal_faults() { plain 560 "${@:2}" -test.run "^TestSignalFaults\$/^($1)_"; }
 
 # The test rig, with the invariants on. Not with the race detector: it would have two cores emulate ten times as much.
 build_rig() { [[ -x $out/bin/kvconn-rig ]] || ${GO:-go} build -tags invariants -trimpath -buildvcs=false -buildmode=pie -o $out/bin/kvconn-rig ./cmd/kvconn-rig; }
@@ -122,14 +144,17 @@ build_python() { "${MAKE:-make}" --no-print-directory -s lib GO="${GO:-go}"; }
 run_python() { PYTHONPATH=python KVCONN_LIBRARY=$PWD/build/libkvconn.so timeout -k 5 360 python3 scripts/rdma-python.py; }
 
 # The transport `local` under a kernel that has Yama, as a user without privileges. Root reads whom it likes in mode 1 and 2.
-build_yama() { ${GO:-go} test -tags invariants -c -o $out/bin/local.test ./local; }
+build_yama() {
+  build_runner
+  ${GO:-go} test -tags invariants -c -o $out/bin/local.test ./local
+}
 run_yama() {
   local failed=0 mode scope=/proc/sys/kernel/yama/ptrace_scope binary
   binary=$(mktemp -d)/local.test
   install -m 755 $out/bin/local.test "$binary" && chmod 755 "${binary%/*}"
   for mode in 1 2; do
     echo $mode >$scope
-    (cd local && timeout -k 5 240 "$binary" -test.v -test.timeout 200s -test.fullpath -test.run '^TestYamaOfTheKernel$') || failed=1
+    tested 200 "$module/local" local "$binary" -test.run '^TestYamaOfTheKernel$' || failed=1
   done
   echo 1 >$scope
   (cd /tmp && timeout -k 5 480 setpriv --reuid 65534 --regid 65534 --clear-groups "$binary" -test.v -test.timeout 440s -test.fullpath -test.run '^TestProcesses$/^local$/^(between_processes|sender_killed|receiver_killed)$') || failed=1
@@ -214,7 +239,7 @@ machine() { # STAGES ARGUMENT…
   printf '%s\n' "############" "## rdma-test: THE EMULATED MACHINE OF $1 DIED; once more" "############" >&2
   rxe_vm --share $out --timeout $bound "${@:2}"
 }
-alone() { (($# == 0)) || machine "$*" -- scripts/rdma-test.sh --guest "$@"; }
+alone() { (($# == 0)) || machine "$*" --cpus "$cpus" -- scripts/rdma-test.sh --guest "$@"; }
 # It ends with this script, also when that is killed outright.
 beside() {
   local rc=0 me=$BASHPID watch state
@@ -227,10 +252,10 @@ beside() {
   kill $watch 2>/dev/null || true
   return $rc
 }
-status=0
+status=0 cpus=2
 if ((${#one[@]} && ${#more[@]})); then
   trap 'end_all; [[ ! $other ]] || cat $out/beside.out' EXIT
-  beside "${more[@]}" >$out/beside.out 2>&1 &
+  cpus=1 beside "${more[@]}" >$out/beside.out 2>&1 &
   other=$!
   alone "${one[@]}" || status=$?
   wait $other || status=$?
@@ -244,5 +269,6 @@ for stage in "${two[@]}"; do # one processor each: P and D are beside each other
   machine "$stage" --cpus 1 --two-hosts "scripts/rdma-test.sh --guest $stage" "scripts/rdma-test.sh --guest $stage" || status=$?
 done
 cat $out/*.failed 2>/dev/null || true # once more, at the end
+[[ -z ${KVCONN_CHECK:-} ]] || ! compgen -G "$out/*.events" >/dev/null || sed -s '$G' $out/*.events >"$KVCONN_CHECK/rdma-test.json" # an empty line after each
 echo "rdma-test: $([[ $status == 0 ]] && echo ok || echo "FAILED (status $status)"); logs in $out"
 exit $status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,57 @@ def test_go(check: Path, tmp_path: Path) -> None:
     assert "TestGood" not in text
     assert text.count("NOT RUN go: no kernel") == 1
     assert "FAILED race: data race in racy TestRace\n    Read at" in text or "FAILED race: data race in racy TestRace\n    Write at" in text
+
+
+DIES = """package sample
+
+import (
+	"os"
+	"syscall"
+	"testing"
+)
+
+func TestDies(t *testing.T) {
+	if os.Getenv("LIVES") == "" {
+		syscall.Kill(os.Getpid(), syscall.SIGKILL)
+	}
+}
+"""
+
+
+def test_built_go(check: Path, tmp_path: Path) -> None:
+    """Test binaries that scripts/rdma-test.sh runs in its machine; then a command that fails."""
+    script = (SCRIPTS / "rdma-test.sh").read_text(encoding="utf-8")
+    function = re.search(r"^tested\(\) \{.*?^\}", script, re.DOTALL | re.MULTILINE)
+    merge = re.search(r"sed -s .*? \$out/\*\.events", script)
+    assert function and merge
+    (tmp_path / "go.mod").write_text("module sample\n\ngo 1.26\n", encoding="utf-8")
+    out = tmp_path / "out"
+    for target in ("gotest.tools/gotestsum", "cmd/test2json"):
+        subprocess.run(["go", "build", "-o", out / "bin" / Path(target).name, target], cwd=SCRIPTS, check=True)
+    for name, source in {"x": GO, "dies": DIES}.items():
+        (tmp_path / "x_test.go").write_text(source, encoding="utf-8")
+        subprocess.run(["go", "test", "-c", "-o", name + ".test", "."], cwd=tmp_path, check=True)
+    keep = f"{merge[0]} >$KVCONN_CHECK/rdma-test.json"
+
+    def digest_of(commands: str, status: int) -> tuple[str, bool]:
+        for left in (*out.glob("*.events"), *check.iterdir(), *tmp_path.glob("ran")):
+            left.unlink()
+        command = f"{function[0]}\nout=out stage=sample bad=0; {commands}; {keep}; exit $bad"
+        assert stage("rdma-test", "bash", "-c", command, cwd=tmp_path) == status
+        lines, good = digest.digest(check)
+        return "\n".join(lines), good
+
+    text, _ = digest_of('tested 60 sample . ./x.test || { bad=1; echo "FAIL  sample (status 1, 2 s)"; }', 1)
+    assert f"FAILED rdma-test: sample TestBad/inner\n    {tmp_path}/x_test.go:13: two is 3" in text
+    assert f"FLAKY rdma-test: sample TestOnce\n    {tmp_path}/x_test.go:19: the first time" in text
+    assert "FAILED rdma-test: commands\n    FAIL  sample (status 1, 2 s)" in text
+    text, good = digest_of("tested 60 sample . ./x.test -test.skip TestBad || bad=1", 0)
+    assert good and "green, 1 flaky" in text
+    # A run of another binary has tests of the same names.
+    text, _ = digest_of("tested 60 sample . ./dies.test || bad=1; export LIVES=1; tested 60 sample . ./dies.test || bad=1", 1)
+    assert "FAILED rdma-test: sample TestDies" in text and "FLAKY" not in text
+    assert "panic: the test binary has ended with status 137" in text
 
 
 def test_pytest(check: Path, tmp_path: Path) -> None:
