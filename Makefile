@@ -97,7 +97,7 @@ side-by-side: cmd wheel | tools
 # so that the benchmarks have a run of their own.
 LONGEST := ./node ./local ./tcp/conformance ./tcp ./internal/devices ./natsbus ./rig/conformance ./cuda ./core ./kv
 # Packages at once: four of them used 67 % of two cores, since tests wait.
-AT_ONCE := $(shell echo $$(($$(nproc) * 3)))
+AT_ONCE := $(shell echo $$(($$(nproc) + 4)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.

@@ -23,24 +23,26 @@ GUARD = Path(__file__).resolve().with_name("guard.py")
 RUN_VARIABLE = warm.MARK  # by which a process that is left behind is found
 PAGES = {29000, 30000, 30001}  # of what the pages start, which other tests leave alone
 
+WORKERS = 8  # so many processes that run tests side by side have each their own ports
+
 START_S = 300.0  # two engines on two cores, cold disk
 STOP_S = 8.0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that no process has now. All are held until the last is found, so that no two are equal. Of two processes that run tests side
-    by side each has its half.
+    """Ports that no process has now. All are held until the last is found, so that no two are equal. Of processes that run tests side by
+    side each has its share.
 
     The kernel gives higher ports to outgoing connections: such a connection could take a port before its server does.
     """
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    low, high = 10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2, min(ephemeral, 28_000)
+    low, high = 10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % WORKERS, min(ephemeral, 28_000)
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         for tried in range(100 * count):
             each = held.enter_context(socket.socket())
             try:
-                each.bind((HOST, random.randrange(low, high, 2) if high > low and tried < 50 * count else 0))
+                each.bind((HOST, random.randrange(low, high, WORKERS) if high > low and tried < 50 * count else 0))
             except OSError:
                 continue
             if each.getsockname()[1] in PAGES:

@@ -97,11 +97,14 @@ def test_window_moves_while_the_prompt_is_computed(pair: Pair) -> None:
     if "window" not in pair.model:
         pytest.skip("of the pair whose model has windows")
     bootstrap = f"http://127.0.0.1:{pair.bootstrap_port}"
-    before = metric(bootstrap, "kvconn_partial_offers_bytes_total")
-    request, expected = asked(pair, 2300)
-    answer, load = through(pair, request)
-    assert answer.text == expected
-    assert metric(bootstrap, "kvconn_partial_offers_bytes_total") - before == load["bytes"]  # nothing was left for the end
+    for _ in range(4):
+        before = metric(bootstrap, "kvconn_partial_offers_bytes_total")
+        request, expected = asked(pair, 2300)
+        answer, load = through(pair, request)
+        assert answer.text == expected
+        if early := metric(bootstrap, "kvconn_partial_offers_bytes_total") - before:
+            break  # else prefill was done before decode asked, as on a machine with much else to do
+    assert early == load["bytes"]  # nothing was left for the end
 
 
 def test_cached_prefix(pair: Pair) -> None:

@@ -47,6 +47,7 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	p.offer("first", 1)
 	d.load("first", address, 2)
 	d.want("first", core.OK)
+	until(t, "P has answered the first load", func() bool { return !runs("(*server).load(") })
 
 	p.halves.mu.Lock() // P answers nothing any more
 	goOn := sync.OnceFunc(p.halves.mu.Unlock)

@@ -3,6 +3,7 @@
 package arrows
 
 import (
+	"cmp"
 	"fmt"
 	"go/ast"
 	"go/importer"
@@ -25,11 +26,16 @@ var generic = []string{"iter", "slices", "maps", "cmp", "sync/atomic"}
 
 // others are the packages that the read one imports. All but the generic ones are empty:
 // only uses within the read package count.
-type others struct{ source types.Importer }
+type others struct {
+	source types.Importer
+	failed error // why a generic one could not be read
+}
 
-func (o others) Import(path string) (*types.Package, error) {
+func (o *others) Import(path string) (*types.Package, error) {
 	if slices.Contains(generic, path) {
-		return o.source.Import(path)
+		p, err := o.source.Import(path)
+		o.failed = cmp.Or(o.failed, err)
+		return p, err
 	}
 	p := types.NewPackage(path, path[strings.LastIndexByte(path, '/')+1:])
 	p.MarkComplete()
@@ -55,8 +61,12 @@ func Read(dir string) (Uses, error) {
 		files = append(files, f)
 	}
 	info := types.Info{Uses: map[*ast.Ident]types.Object{}}
-	conf := types.Config{Importer: others{importer.ForCompiler(set, "source", nil)}, Error: func(error) {}}
+	from := &others{source: importer.ForCompiler(set, "source", nil)}
+	conf := types.Config{Importer: from, Error: func(error) {}}
 	pkg, _ := conf.Check(dir, set, files, &info) // with errors about the other packages
+	if from.failed != nil {
+		return nil, fmt.Errorf("the package in %q: %w", dir, from.failed)
+	}
 	file := func(at token.Pos) string { return filepath.Base(set.Position(at).Filename) }
 	uses := Uses{}
 	for id, o := range info.Uses {
