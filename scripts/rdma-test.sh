@@ -239,7 +239,7 @@ machine() { # STAGES ARGUMENT…
   printf '%s\n' "############" "## rdma-test: THE EMULATED MACHINE OF $1 DIED; once more" "############" >&2
   rxe_vm --share $out --timeout $bound "${@:2}"
 }
-alone() { (($# == 0)) || machine "$*" --cpus "$cpus" -- scripts/rdma-test.sh --guest "$@"; }
+alone() { (($# == 0)) || machine "$*" -- scripts/rdma-test.sh --guest "$@"; }
 # It ends with this script, also when that is killed outright.
 beside() {
   local rc=0 me=$BASHPID watch state
@@ -252,10 +252,10 @@ beside() {
   kill $watch 2>/dev/null || true
   return $rc
 }
-status=0 cpus=2
+status=0
 if ((${#one[@]} && ${#more[@]})); then
   trap 'end_all; [[ ! $other ]] || cat $out/beside.out' EXIT
-  cpus=1 beside "${more[@]}" >$out/beside.out 2>&1 &
+  beside "${more[@]}" >$out/beside.out 2>&1 &
   other=$!
   alone "${one[@]}" || status=$?
   wait $other || status=$?
