@@ -29,6 +29,7 @@ type benchConfig struct {
 	total     int // totalSize, parsed
 	order     string
 	rounds    int
+	transfers int // of a round, all at once
 	streams   int
 	json      bool
 	iperf     bool
@@ -51,6 +52,7 @@ type benchResult struct {
 	Transport  string   `json:"transport"`
 	BlockBytes int      `json:"block_bytes"`
 	TotalBytes int      `json:"total_bytes"`
+	Transfers  int      `json:"transfers"`
 	Rounds     int      `json:"rounds"`
 	Median     float64  `json:"median_gb_per_s"`
 	Best       float64  `json:"best_gb_per_s"`
@@ -79,13 +81,14 @@ type benchResult struct {
 func (c *benchConfig) flags() *flag.FlagSet {
 	fs, r := newFlags("bench"), rdma.DefaultConfig()
 	fs.StringVar(&c.blockList, "block", "4K,16K,64K,1M", "block sizes, separated by commas")
-	fs.StringVar(&c.totalSize, "total", "256M", "bytes of a transfer")
+	fs.StringVar(&c.totalSize, "total", "256M", "bytes of a round")
+	fs.IntVar(&c.transfers, "transfers", 1, "loads that the bytes of a round are split into, all started at once")
 	transportFlag(fs, &c.transport)
 	fs.StringVar(&c.memory, "memory", "ordinary", "of the prefill process: ordinary, or shared (kvconn_alloc's), which local maps")
 	fs.StringVar(&c.order, "order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that they are merged")
 	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
 	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
-	fs.IntVar(&c.rounds, "rounds", 9, "transfers per block size; the first one is not counted")
+	fs.IntVar(&c.rounds, "rounds", 9, "rounds per block size; the first one is not counted")
 	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "the most TCP connections, of which kvconn uses as many as pay, and the bare loop all")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
@@ -113,8 +116,8 @@ func parseBench(args []string) (benchConfig, error) {
 	if c.encrypt && c.transport != "tcp" {
 		return c, fmt.Errorf("%w: --encrypt with --transport %s, which does not encrypt", errUsage, c.transport)
 	}
-	if c.rounds < 2 || c.streams < 1 {
-		return c, fmt.Errorf("%w: want at least 2 rounds and 1 stream", errUsage)
+	if c.rounds < 2 || c.streams < 1 || c.transfers < 1 {
+		return c, fmt.Errorf("%w: want at least 2 rounds, 1 stream and 1 transfer", errUsage)
 	}
 	var err error
 	if c.total, err = parseSize(c.totalSize); err != nil {
@@ -127,6 +130,9 @@ func parseBench(args []string) (benchConfig, error) {
 		}
 		if n%8 != 0 || c.total%(n*benchLayers) != 0 || c.total/(n*benchLayers) > kv.MaxBlocks {
 			return c, fmt.Errorf("%w: total %s is not 1 to %d times %d blocks of %s", errUsage, c.totalSize, kv.MaxBlocks, benchLayers, s)
+		}
+		if count := c.total / n / benchLayers; count < c.transfers {
+			return c, fmt.Errorf("%w: total %s is %d blocks of %s in each of %d regions, fewer than the %d transfers", errUsage, c.totalSize, count, s, benchLayers, c.transfers)
 		}
 		c.blocks = append(c.blocks, n)
 	}
@@ -216,7 +222,7 @@ func benchBoth(ctx context.Context, c benchConfig, peer *synthetic.Process, bloc
 }
 
 func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block int, encrypt bool) (benchResult, error) {
-	r := benchResult{BlockBytes: block, TotalBytes: c.total, Rounds: c.rounds - 1}
+	r := benchResult{BlockBytes: block, TotalBytes: c.total, Transfers: c.transfers, Rounds: c.rounds - 1}
 	count := c.total / block / benchLayers
 	local, err := synthetic.NewPool(benchLayers, 2*count, block)
 	if err != nil {
@@ -242,20 +248,24 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 				iperf = append(iperf, v)
 			}
 		}
-		id := fmt.Sprintf("bench-%d-%d", block, round)
+		offer := synthetic.Order{Op: "offer", ID: fmt.Sprintf("bench-%d-%d", block, round), Parts: c.transfers, Transfer: round + 1, Count: count, Adjacent: c.adjacent()}
 		local.Clear()
-		if _, err := peer.Ask(synthetic.Order{Op: "offer", ID: id, Transfer: round + 1, Count: count, Adjacent: c.adjacent()}); err != nil {
+		if _, err := peer.Ask(offer); err != nil {
 			return r, err
 		}
 		dst := local.Choose(count, int64(1000+round), c.adjacent())
+		var loads []core.LoadRequest
+		for i, id := range offer.IDs() {
+			loads = append(loads, core.LoadRequest{ID: id, Selection: offer.Part(dst, i), From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}})
+		}
 		var took time.Duration
 		var rep core.Report
 		err := bare.uses(peer, ofKvconn, c.total, round > 0, func() (err error) {
 			start := time.Now()
-			if _, err := agent.StartLoad([]core.LoadRequest{{ID: core.TransferID(id), Selection: kv.Selection{Blocks: [][]kv.BlockID{dst}}, From: core.Target{Bootstrap: opened.Bootstrap, EngineID: opened.EngineID}}}); err != nil {
+			if _, err := agent.StartLoad(loads); err != nil {
 				return err
 			}
-			rep, err = synthetic.WaitReport(ctx, agent, core.TransferID(id))
+			rep, err = synthetic.WaitReports(ctx, agent, offer.IDs())
 			took = time.Since(start)
 			return err
 		})
@@ -272,7 +282,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		if err := local.Check(round+1, 0, dst); err != nil {
 			return r, err
 		}
-		if err := peer.Sent(id); err != nil {
+		if err := peer.Sent(offer.ID, c.transfers); err != nil {
 			return r, err
 		}
 		if round > 0 {

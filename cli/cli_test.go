@@ -27,7 +27,7 @@ func TestParseSize(t *testing.T) {
 
 func TestBadArguments(t *testing.T) {
 	for _, args := range [][]string{
-		{"bench", "--block", "7"}, {"bench", "--transport", "pigeon"}, {"bench", "more"}, {"bench", "--rounds", "1"}, {"bench", "--memory", "far"}, {"bench", "--encrypt", "--transport", "local"},
+		{"bench", "--block", "7"}, {"bench", "--transport", "pigeon"}, {"bench", "more"}, {"bench", "--rounds", "1"}, {"bench", "--transfers", "0"}, {"bench", "--transfers", "33", "--block", "1M"}, {"bench", "--memory", "far"}, {"bench", "--encrypt", "--transport", "local"},
 		{"bench", "--nope"}, {"demo", "--nope"}, {"demo", "--transport", "pigeon"},
 	} {
 		run := runBench

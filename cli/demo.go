@@ -105,7 +105,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		if err := local.Check(i+1, s.skip, dst); err != nil {
 			return err
 		}
-		if err := peer.Sent(string(id)); err != nil {
+		if err := peer.Sent(string(id), 1); err != nil {
 			return err
 		}
 		move := time.Duration(rep.Stats.Nanos)

@@ -29,6 +29,7 @@ type Order struct {
 	Streams   int    `json:"streams,omitempty"`
 	Transport string `json:"transport,omitempty"` // as in the configuration; empty for auto
 	ID        string `json:"id,omitempty"`
+	Parts     int    `json:"parts,omitempty"`    // transfers that the blocks are split into; see IDs. 0 is one
 	Transfer  int    `json:"transfer,omitempty"` // names the pattern
 	Count     int    `json:"count,omitempty"`    // blocks of the transfer
 	Adjacent  bool   `json:"adjacent,omitempty"` // they lie one after the other
@@ -98,10 +99,14 @@ func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
 	case "offer":
 		ids := p.pool.Choose(o.Count, int64(o.Transfer), o.Adjacent)
 		p.pool.Fill(o.Transfer, ids)
-		_, err := p.agent.Offer([]core.OfferRequest{{ID: core.TransferID(o.ID), Selection: kv.Selection{Blocks: [][]kv.BlockID{ids}}}})
+		var offers []core.OfferRequest
+		for i, id := range o.IDs() {
+			offers = append(offers, core.OfferRequest{ID: id, Selection: o.Part(ids, i)})
+		}
+		_, err := p.agent.Offer(offers)
 		return Answer{}, err
 	case "wait":
-		r, err := WaitReport(ctx, p.agent, core.TransferID(o.ID))
+		r, err := WaitReports(ctx, p.agent, o.IDs())
 		return Answer{Code: int(r.Code), Reason: r.Reason}, err
 	case "counters":
 		return Answer{Counters: p.agent.Stats().Transports["rdma"].Counters}, nil
@@ -172,22 +177,59 @@ func (p *prefill) close() {
 	p.agent, p.pool = nil, nil
 }
 
+// IDs names the transfers of an order.
+func (o *Order) IDs() []core.TransferID {
+	if o.Parts < 2 {
+		return []core.TransferID{core.TransferID(o.ID)}
+	}
+	ids := make([]core.TransferID, o.Parts)
+	for i := range ids {
+		ids[i] = core.TransferID(fmt.Sprintf("%s-%d", o.ID, i))
+	}
+	return ids
+}
+
+// Part is what transfer i of an order has of the order's blocks.
+func (o *Order) Part(ids []kv.BlockID, i int) kv.Selection {
+	n := max(1, o.Parts)
+	return kv.Selection{Blocks: [][]kv.BlockID{ids[len(ids)*i/n : len(ids)*(i+1)/n]}}
+}
+
 // WaitReport waits for one transfer's report; there is no other under way.
 func WaitReport(ctx context.Context, a *node.Agent, id core.TransferID) (core.Report, error) {
+	return WaitReports(ctx, a, []core.TransferID{id})
+}
+
+// WaitReports waits until each of these transfers has its report; there is no other under way. It returns a failed one's, if
+// one failed, else the last one's.
+func WaitReports(ctx context.Context, a *node.Agent, ids []core.TransferID) (told core.Report, err error) {
+	waits := make(map[core.TransferID]bool, len(ids))
+	for _, id := range ids {
+		waits[id] = true
+	}
 	t := time.NewTimer(answerTimeout)
 	defer t.Stop()
 	for {
 		select {
 		case <-a.Finished():
 			for _, r := range a.GetFinished() {
-				if r.ID == id {
-					return r, nil
+				if !waits[r.ID] {
+					continue
 				}
+				delete(waits, r.ID)
+				if told.Code == core.OK {
+					told = r
+				}
+			}
+			if len(waits) == 0 {
+				return told, nil
 			}
 		case <-ctx.Done():
 			return core.Report{}, ctx.Err()
 		case <-t.C:
-			return core.Report{}, fmt.Errorf("transfer %q has no report after %v", string(id), answerTimeout)
+			for id := range waits {
+				return core.Report{}, fmt.Errorf("transfer %q has no report after %v", string(id), answerTimeout)
+			}
 		}
 	}
 }

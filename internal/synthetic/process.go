@@ -112,9 +112,9 @@ func (p *Process) Ask(order Order) (Answer, error) {
 	}
 }
 
-// Sent waits until the prefill side has its transfer's report too.
-func (p *Process) Sent(id string) error {
-	a, err := p.Ask(Order{Op: "wait", ID: id})
+// Sent waits until the prefill side has its transfers' reports too.
+func (p *Process) Sent(id string, parts int) error {
+	a, err := p.Ask(Order{Op: "wait", ID: id, Parts: parts})
 	if err == nil && a.Code != 0 {
 		err = fmt.Errorf("prefill side: code %d: %s", a.Code, a.Reason)
 	}

@@ -4,11 +4,13 @@ import (
 	"bytes"
 	"encoding/json"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -45,6 +47,26 @@ func TestPoolFindsWrongBytes(t *testing.T) {
 	fresh()
 	if p.Check(5, 1, ids) == nil {
 		t.Error("blocks of other positions went unseen")
+	}
+}
+
+// TestParts: each of an order's blocks is in one of its transfers.
+func TestParts(t *testing.T) {
+	o, ids := Order{ID: "t", Parts: 4}, []kv.BlockID{9, 4, 7, 1, 0, 3}
+	var all []kv.BlockID
+	for i := range o.IDs() {
+		part := o.Part(ids, i).Blocks[0]
+		if len(part) == 0 {
+			t.Errorf("transfer %d has no blocks", i)
+		}
+		all = append(all, part...)
+	}
+	if !slices.Equal(all, ids) || !slices.Equal(o.IDs(), []core.TransferID{"t-0", "t-1", "t-2", "t-3"}) {
+		t.Errorf("%v have %v, want %v", o.IDs(), all, ids)
+	}
+	o.Parts = 0
+	if !slices.Equal(o.Part(ids, 0).Blocks[0], ids) || !slices.Equal(o.IDs(), []core.TransferID{"t"}) {
+		t.Errorf("one transfer, %v, has %v", o.IDs(), o.Part(ids, 0))
 	}
 }
 
