@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"reflect"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvconn/kvconn/rig/leaktest"
@@ -112,5 +113,34 @@ func TestConcurrentRegistration(t *testing.T) {
 	}
 	if len(won) != ranks || table.entries != ranks {
 		t.Fatalf("%d ranks won, %d entries; want %d", len(won), table.entries, ranks)
+	}
+}
+
+// TestConcurrentUnregistration: of many who take out the same rank one does, and the others are told that it was not there.
+func TestConcurrentUnregistration(t *testing.T) {
+	leaktest.Check(t)
+	const workers, ranks = 8, 64
+	var (
+		table Table
+		wg    sync.WaitGroup
+		took  atomic.Int64
+	)
+	for tp := range ranks {
+		if err := table.Register(Registration{"e", 0, tp, 0, "a"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range workers {
+		wg.Go(func() {
+			for tp := range ranks {
+				if table.Unregister(Registration{"e", 0, tp, 0, "a"}) {
+					took.Add(1)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if n := took.Load(); n != ranks || table.entries != 0 || len(table.Query()) != 0 {
+		t.Fatalf("%d ranks were taken out, want %d; %d entries are left in %v", n, ranks, table.entries, table.Query())
 	}
 }

@@ -48,6 +48,17 @@ def test_fused_kv_outside_blocks_is_two_regions() -> None:
     assert (k.name, v.name, k.block_bytes, v.address - k.address) == ("kv[0]", "kv[1]", 64, 7 * 64)
 
 
+def test_pieces_are_named_after_their_outer_indices() -> None:
+    """Outermost first, whatever the strides are: both engines must give a piece the same name, and name them in one order."""
+    for storage in (np.zeros((2, 7, 3, 16), np.float32), np.zeros((3, 7, 2, 16), np.float32).transpose(2, 1, 0, 3)):
+        kv = storage[..., :8]
+        regions = kvconn.regions_from_tensor("kv", kv, 1)
+        first = kv.__array_interface__["data"][0]
+        want = [(f"kv[{i},{j}]", first + i * kv.strides[0] + j * kv.strides[2]) for i in range(2) for j in range(3)]
+        assert [(r.name, r.address) for r in regions] == want
+        assert {r.block_bytes for r in regions} == {32}
+
+
 def test_views_of_one_storage_interleave() -> None:
     storage = np.zeros((7, 2, 16), np.float32)
     regions = [kvconn.regions_from_tensor(f"l{i}", storage[:, i], 0)[0] for i in range(2)]

@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"testing"
 )
 
 // Uses holds for each file the files whose declarations it names, fields and methods
@@ -108,4 +109,17 @@ func (u Uses) Cycles() (cycles [][]string) {
 		walk(file)
 	}
 	return cycles
+}
+
+// OneWay fails a test where files of the package in dir use each other in a circle. It returns the uses.
+func OneWay(t testing.TB, dir string) Uses {
+	t.Helper()
+	uses, err := Read(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, cycle := range uses.Cycles() {
+		t.Errorf("a cycle: %v", cycle)
+	}
+	return uses
 }
