@@ -34,6 +34,7 @@ type benchConfig struct {
 	json      bool
 	iperf     bool
 	encrypt   bool
+	token     bool
 
 	memory    string // of the prefill process
 	transport string // as in the configuration
@@ -58,6 +59,7 @@ type benchResult struct {
 	Best       float64  `json:"best_gb_per_s"`
 	Iperf3     *float64 `json:"iperf3_gb_per_s"`
 	Encrypted  *float64 `json:"encrypted_median_gb_per_s,omitempty"`
+	Token      *float64 `json:"with_token_median_gb_per_s,omitempty"`
 
 	// By tcp: a bare loop of writev and readv over the same blocks in the same run, on --streams connections; the median of
 	// the rounds' ratios to it; processor seconds of both sides for 10⁹ bytes.
@@ -93,6 +95,7 @@ func (c *benchConfig) flags() *flag.FlagSet {
 	fs.BoolVar(&c.json, "json", false, "print JSON")
 	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
 	fs.BoolVar(&c.encrypt, "encrypt", false, "measure each block size with encrypted streams too, in turn with plain ones; auto is tcp then")
+	fs.BoolVar(&c.token, "token", false, "measure each block size between agents with a token too, whose streams are not encrypted, in turn with agents that have none")
 	return fs
 }
 
@@ -156,7 +159,7 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 		fmt.Fprintf(out, "%-9s %8s %8s %14s %12s %14s %7s\n", "transport", "block", "total", "median GB/s", "best GB/s", "iperf3 GB/s", "ratio")
 	}
 	for _, block := range c.blocks {
-		r, err := benchBoth(ctx, c, peer, block)
+		r, err := benchTurns(ctx, c, peer, block)
 		if err != nil {
 			return fmt.Errorf("blocks of %s: %w", formatSize(block), err)
 		}
@@ -169,6 +172,9 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 			fmt.Fprintf(out, "%-9s %8s %8s %14.2f %12.2f %14s %7s\n", r.Transport, formatSize(block), formatSize(c.total), r.Median, r.Best, iperf, ratio)
 			if r.Encrypted != nil {
 				fmt.Fprintf(out, "%27s encrypted: median %.2f GB/s, %.2f of plain\n", "", *r.Encrypted, *r.Encrypted/r.Median)
+			}
+			if r.Token != nil {
+				fmt.Fprintf(out, "%27s with a token, not encrypted: median %.2f GB/s, %.2f of plain\n", "", *r.Token, *r.Token/r.Median)
 			}
 			if r.Loop != nil {
 				printBeside(out, &r)
@@ -193,35 +199,64 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 	return nil
 }
 
-// encryptTurns is how often plain and encrypted streams take turns.
-const encryptTurns = 3
+// turns is how often agents take turns that are configured otherwise.
+const turns = 3
 
-// benchBoth measures one block size, with --encrypt in both ways by turns.
-func benchBoth(ctx context.Context, c benchConfig, peer *synthetic.Process, block int) (benchResult, error) {
-	if !c.encrypt {
-		return benchOne(ctx, c, peer, block, false)
+// secrecy is what the agents of a measurement keep from others.
+type secrecy int
+
+const (
+	plain secrecy = iota
+	encrypted
+	withToken // and not encrypted
+)
+
+// orders sets what an order says of it.
+func (s secrecy) orders(o *synthetic.Order) {
+	o.Encrypt = s == encrypted
+	if s == withToken {
+		o.Token = "of-kvconn-bench-3f9a61c20d7e4b58"
+	}
+}
+
+// benchTurns measures one block size, with --encrypt and --token in each way by turns.
+func benchTurns(ctx context.Context, c benchConfig, peer *synthetic.Process, block int) (benchResult, error) {
+	kinds := []secrecy{plain}
+	if c.encrypt {
+		kinds = append(kinds, encrypted)
+	}
+	if c.token {
+		kinds = append(kinds, withToken)
+	}
+	if len(kinds) == 1 {
+		return benchOne(ctx, c, peer, block, plain)
 	}
 	var r benchResult
-	var plain, encrypted []float64
-	for range encryptTurns {
-		one, err := benchOne(ctx, c, peer, block, false)
-		if err != nil {
-			return r, err
+	medians := map[secrecy][]float64{}
+	for range turns {
+		for _, kind := range kinds {
+			one, err := benchOne(ctx, c, peer, block, kind)
+			if err != nil {
+				return r, err
+			}
+			medians[kind] = append(medians[kind], one.Median)
+			if kind == plain {
+				one.Best = max(one.Best, r.Best)
+				r = one
+			}
 		}
-		other, err := benchOne(ctx, c, peer, block, true)
-		if err != nil {
-			return r, err
-		}
-		plain, encrypted = append(plain, one.Median), append(encrypted, other.Median)
-		one.Best = max(one.Best, r.Best)
-		r = one
 	}
-	m := median(encrypted)
-	r.Median, r.Encrypted, r.Rounds = median(plain), &m, encryptTurns*r.Rounds
+	r.Median, r.Rounds = median(medians[plain]), turns*r.Rounds
+	for kind, to := range map[secrecy]**float64{encrypted: &r.Encrypted, withToken: &r.Token} {
+		if len(medians[kind]) > 0 {
+			m := median(medians[kind])
+			*to = &m
+		}
+	}
 	return r, nil
 }
 
-func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block int, encrypt bool) (benchResult, error) {
+func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block int, kind secrecy) (benchResult, error) {
 	r := benchResult{BlockBytes: block, TotalBytes: c.total, Transfers: c.transfers, Rounds: c.rounds - 1}
 	count := c.total / block / benchLayers
 	local, err := synthetic.NewPool(benchLayers, 2*count, block)
@@ -229,11 +264,13 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		return r, err
 	}
 	defer local.Free()
-	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth, Encrypt: encrypt, Shared: c.shared()})
+	open := synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth, Shared: c.shared()}
+	kind.orders(&open)
+	opened, err := peer.Ask(open)
 	if err != nil {
 		return r, err
 	}
-	agent, err := synthetic.OpenDecode(local, synthetic.Order{Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth, Encrypt: encrypt}, newLogger(zap.WarnLevel))
+	agent, err := synthetic.OpenDecode(local, open, newLogger(zap.WarnLevel))
 	if err != nil {
 		return r, err
 	}
@@ -288,7 +325,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		if round > 0 {
 			rates = append(rates, float64(c.total)/took.Seconds()/1e9)
 		}
-		if r.Transport == "tcp" && !encrypt {
+		if r.Transport == "tcp" && kind == plain {
 			if err := bare.measure(&c, peer, local, round, count, dst); err != nil {
 				return r, err
 			}

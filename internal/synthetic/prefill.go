@@ -36,6 +36,7 @@ type Order struct {
 	QPs       int    `json:"qps,omitempty"`      // rdma_qps
 	Depth     int    `json:"depth,omitempty"`    // rdma_send_depth
 	Encrypt   bool   `json:"encrypt,omitempty"`  // tcp_encrypt is always
+	Token     string `json:"token,omitempty"`    // nats_token; unless Encrypt is set, tcp_encrypt is never then
 	Shared    bool   `json:"shared,omitempty"`   // the pool is in memory that other processes can map
 	// Bootstrap is where open is to listen again; any free port without it.
 	Bootstrap string `json:"bootstrap,omitempty"`
@@ -150,13 +151,16 @@ func (p *prefill) open(o Order) (Answer, error) {
 	return Answer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID, PID: os.Getpid(), Base: p.pool.Regions()[0].Base}, nil
 }
 
-// transport sets the order's transport, and whether it encrypts.
+// transport sets the order's transport, its token, and whether it encrypts.
 func (o *Order) transport(cfg *node.Config) {
 	if o.Transport != "" {
 		cfg.Transport = o.Transport
 	}
 	if o.Streams > 0 {
 		cfg.TCPStreams = o.Streams
+	}
+	if o.Token != "" {
+		cfg.NATSToken, cfg.TCPEncrypt = o.Token, "never"
 	}
 	if o.Encrypt {
 		cfg.TCPEncrypt = "always"

@@ -141,7 +141,7 @@ def test_command_line() -> None:
     r = subprocess.run([*command, "demo"], capture_output=True, text=True, timeout=120)
     assert r.returncode == 0 and r.stdout.count("verified") == 5, r.stdout + r.stderr
     r = subprocess.run(
-        [*command, "bench", "--block", "16K", "--total", "8M", "--rounds", "2", "--transfers", "5", "--iperf3=false", "--json"],
+        [*command, "bench", "--block", "16K", "--total", "8M", "--rounds", "2", "--transfers", "5", "--token", "--iperf3=false", "--json"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -149,7 +149,7 @@ def test_command_line() -> None:
     (row,) = json.loads(r.stdout)["results"]
     assert row["block_bytes"] == 16384 and row["total_bytes"] == 8 << 20 and row["transfers"] == 5 and row["median_gb_per_s"] > 0
     assert set(row) >= {"transport", "best_gb_per_s", "iperf3_gb_per_s"}
-    assert row["transport"] == "local" and row["process_vm_readv_gb_per_s"] > 0, row
+    assert row["transport"] == "local" and row["process_vm_readv_gb_per_s"] > 0 and row["with_token_median_gb_per_s"] > 0, row
     r = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True, timeout=120)
     found = json.loads(r.stdout)
     assert found["local"]["available"] and found["local"]["tried"] and found["auto"].startswith("local with engines of this host"), found
