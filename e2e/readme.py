@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import runpy
 import shlex
 import signal
 import socket
@@ -41,11 +42,8 @@ def alone(command: str, environment: str) -> str:
     _is(environment)
     program, *arguments = shlex.split(command)
     assert program == "make", command
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVCONN_", "MAKE", "MFLAGS", "PYTHONPATH"))}
-    would = subprocess.run([program, "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
-    if builds := re.findall(r"^.*(?:go build|-m venv|/pip ).*$", would, re.M):
-        told = f"NOT RUN: {command} would first do: {'; '.join(builds)}"
-        _not_run(told)
+    env = _as_a_user()
+    _needs_no_build(command, env)
     child = subprocess.Popen(
         [program, *arguments], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -57,6 +55,27 @@ def alone(command: str, environment: str) -> str:
         raise AssertionError(f"{command} has not ended after {BOUND_S} s:\n{said}") from None
     assert child.returncode == 0, said
     return said
+
+
+def install(page: str, environment: str) -> str:
+    """What a page's commands below "Install" print, in an environment by this name, in which the wheel is already."""
+    _is(environment)
+    env = {**_as_a_user(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    _needs_no_build("make wheel", env)
+    done = subprocess.run(_command(page, "Install"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=BOUND_S + 60)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def _as_a_user() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("KVCONN_", "MAKE", "MFLAGS", "PYTHONPATH"))}
+
+
+def _needs_no_build(command: str, env: dict[str, str]) -> None:
+    program, *arguments = shlex.split(command)
+    would = subprocess.run([program, "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    if builds := re.findall(r"^.*(?:go build|-m venv|/pip ).*$", would, re.M):
+        _not_run(f"NOT RUN: {command} would first do: {'; '.join(builds)}")
 
 
 @contextlib.contextmanager
@@ -103,8 +122,14 @@ def _is(environment: str) -> None:
 
 @contextlib.contextmanager
 def _may_run(environment: str, ports: Sequence[int]) -> Iterator[None]:
-    """Pages share ports and logs, so tests that run side by side have one after the other."""
     _is(environment)
+    with alone_at(ports):
+        yield
+
+
+@contextlib.contextmanager
+def alone_at(ports: Sequence[int]) -> Iterator[None]:
+    """Pages share ports and logs, so tests that run side by side have one after the other."""
     with LOCK.open("w") as lock:
         wait_until("no other page runs", lambda: _locked(lock), 3 * BOUND_S, every_s=0.5)
         try:  # when what another page's commands left has ended, it gives its ports back
@@ -112,6 +137,13 @@ def _may_run(environment: str, ports: Sequence[int]) -> Iterator[None]:
         except TimeoutError:
             _not_run(f"NOT RUN: of the page's commands' ports {_taken(ports)}")
         yield
+
+
+def the_blocks(page: str, heading: str) -> list[str]:
+    """The commands that a page has below a heading, block by block."""
+    runner = runpy.run_path(str(ROOT / "scripts" / "run-page.py"))
+    found: list[str] = runner["blocks"](runner["below"]((ROOT / page).read_text(encoding="utf-8"), heading))[0]
+    return found
 
 
 def _taken(ports: Sequence[int]) -> list[str]:

@@ -18,13 +18,13 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from asking import HOST, ServerError
+from asking import HOST, ServerError, ask
 from servers import RUN_VARIABLE, Server, free_ports, leftovers, stop_all, wait_ready
 
 CONTEXT = 2048  # tokens, of a request
 POOL = 4096  # tokens, of the KV cache
 # The settings with which SGLang serves on a CPU; see e2e/sgl_kernel.py for the one that is missing.
-_ON_CPU = (
+ON_CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --cuda-graph-backend-decode disabled "
     "--cuda-graph-backend-prefill disabled --disable-overlap-schedule --disable-custom-all-reduce --grammar-backend none "
     # An engine that has nothing to do at all sleeps until a request comes, and leaves the processor to others.
@@ -135,7 +135,7 @@ class Engines:
 
     def engine(self, name: str, port: int, *args: str) -> Server:
         argv = [sys.executable, *self._program, "--model-path", self.model, "--host", HOST, "--port", str(port)]
-        argv += [*_ON_CPU, "--dtype", self.dtype, *args]
+        argv += [*ON_CPU, "--dtype", self.dtype, *args]
         server = Server(name, argv, self.environment, self.workdir / f"{name}.log", f"http://{HOST}:{port}")
         self.servers.append(server)
         return server
@@ -179,6 +179,13 @@ class Alone(Engines):
 
     def ask(self, ids: list[int], max_tokens: int = 12) -> Reply:
         return post(self.server.url, generate(ids, max_tokens))
+
+    def complete(self, body: dict[str, Any]) -> str:
+        """The text of OpenAI's completion."""
+        self.ready()
+        answer = ask(self.server.url, {"model": self.model, **body})
+        assert answer.ok, answer
+        return answer.text
 
 
 class SGLangPair(Engines):

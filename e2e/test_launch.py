@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny_model
 from asking import HOST, ask, open_stream, request, wait_until
+from readme import alone_at, the_blocks
 from servers import START_S, free_ports, leftovers
 from vllm_pair import Pair
 
@@ -42,10 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.make(tmp_path_factory.mktemp("launch") / "model")
 
 
-class Launch:
-    """`kvconn launch` with a prefill and a decode server."""
+# What the page's command has by default, and what its one machine needs beside: servers that do not wait for each other in loops.
+PAGE, PORTS = "docs/quickstart-vllm.md", (8000, 8010, 8020, 8998)
+VLLM = f'#!/bin/sh\nexec {Path(sys.executable).parent}/vllm "$@" --distributed-executor-backend uni\n'
 
-    def __init__(self, model: Path, workdir: Path, *options: str) -> None:
+
+class Launch:
+    """`kvconn launch` with a prefill and a decode server. block: a page's commands, in place of ours."""
+
+    def __init__(self, model: Path, workdir: Path, *options: str, block: str = "") -> None:
         # Never started: it says what the tiny model's servers need on two cores, and marks what is started.
         pair = Pair(model, workdir)
         prefill, decode, bootstrap, router = free_ports(4)
@@ -55,11 +61,25 @@ class Launch:
         argv += ["--prefill-ports", str(prefill), "--decode-ports", str(decode), "--bootstrap-ports", str(bootstrap)]
         argv += ["--port", str(router), "--timeout", f"{START_S:.0f}s", "--failure-policy", "fail", *options]
         argv += ["--", "--served-model-name", pair.served, "--enforce-eager", "--max-model-len", "4096", "--dtype", "float32"]
+        env = pair._env()
+        if block:
+            self.served, self.url, self.logs = "MODEL", f"http://{HOST}:{PORTS[0]}", workdir / "kvconn-logs"
+            (workdir / "MODEL").symlink_to(model)
+            (workdir / "bin").mkdir()
+            (workdir / "bin" / "vllm").write_text(VLLM)
+            (workdir / "bin" / "vllm").chmod(0o755)
+            env["PATH"] = f"{workdir / 'bin'}:{Path(sys.executable).parent}:{env['PATH']}"
+            argv = ["bash", "-e", "-c", f"trap : TERM  # it ends with the command\n{block}"]
+        else:
+            argv += pair._extra_args
         # No guard of ours: it would end processes that the launcher leaves behind, and the test must see those.
         with open(self.said, "wb") as out:
             self.process = subprocess.Popen(
-                [*argv, *pair._extra_args], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=pair._env(), start_new_session=True
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=workdir, start_new_session=True
             )
+
+    def terminate(self) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
 
     def output(self) -> str:
         return self.said.read_text(errors="replace")
@@ -85,14 +105,14 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launched(model: Path, workdir: Path, *options: str) -> Iterator[Launch]:
-    it = Launch(model, workdir, *options)
+def launched(model: Path, workdir: Path, *options: str, block: str = "") -> Iterator[Launch]:
+    it = Launch(model, workdir, *options, block=block)
     try:
         yield it
     finally:
         for number, bound_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, 10)):
             if it.process.poll() is None:
-                it.process.send_signal(number)
+                os.killpg(it.process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     it.process.wait(bound_s)
         for line in leftovers(it.run):  # after a failure
@@ -116,8 +136,10 @@ def test_bench(model: Path, tmp_path: Path) -> None:
         assert all(load["blocks"] > 0 and load["bytes"] > 0 for load in loads)
 
 
-def test_sigterm(model: Path, tmp_path: Path) -> None:
-    with launched(model, tmp_path) as it:
+def test_page_s_command_and_sigterm(model: Path, tmp_path: Path) -> None:
+    """The page's commands as they stand."""
+    (block,) = the_blocks(PAGE, "One machine, one command")
+    with alone_at(PORTS), launched(model, tmp_path, block=block) as it:
         wait_until("the servers and the router are ready", it.ready, 2 * START_S)
         body = {"model": it.served, "prompt": "the woods are lovely, dark and deep. " * 5, "max_tokens": 16, "temperature": 0}
         answer = ask(it.url, body)
@@ -128,7 +150,7 @@ def test_sigterm(model: Path, tmp_path: Path) -> None:
             response = connection.getresponse()
             assert response.status == 200
             assert response.readline().startswith(b"data: ")
-            it.process.terminate()
+            it.terminate()
             assert it.ends(END_S) == 0, it.output()
             with contextlib.suppress(http.client.HTTPException, OSError):  # cut, or whole where two seconds are enough
                 response.read()

@@ -1,4 +1,4 @@
-"""Real servers that serve the same, or not: models are compared by their weights, and a kind of cache that is not known ends the start."""
+"""Real servers that serve the same, or not: models are compared by their weights, and what is not known, or is wrong, ends the start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tiny_model
 from asking import ask, metric, wait_until
 from pair_tests import USAGE, body, from_prefill, numbers, progress, reasons, serves, words
-from servers import leaving_nothing, wait_ready
+from servers import leaving_nothing, stop_all, wait_ready
 from vllm_pair import Pair
 
 FINGERPRINT = re.compile(r'model \\?"(\w+)\\?" with fingerprint (1:[0-9a-f]{32})')
@@ -67,16 +68,68 @@ def test_other_weights_under_one_name_are_refused(pair: Pair, models: Path, tmp_
     serves(pair)
 
 
-def test_kind_that_is_not_known_ends_the_start(models: Path, tmp_path: Path) -> None:
+class Ends(NamedTuple):
+    """A start that ends. says is in the first line that has `begins`."""
+
+    begins: str
+    says: str
+    name: str = "KVConnConnector"
+    connector: str | None = None  # kv_connector_module_path
+    extra: dict[str, Any] = {}
+    serves: str = ""  # KVCONN_SERVES
+
+
+IN_PLACE = "KVConnConnector in the place of {}: "
+ENDS = {
+    "kind of cache": Ends("the class FullAttentionSpec of KV caches is not known to this kvconn", "", connector="without_kind"),
+    "key": Ends(
+        IN_PLACE.format("MooncakeConnector"),
+        'unknown config key "kv_lease_duratoin", the nearest is "kv_lease_duration" (of NIXL\'s connector); known keys are ',
+        "MooncakeConnector",
+        extra={"kv_lease_duratoin": 30},
+        serves="MooncakeConnector",
+    ),
+    "value": Ends(
+        IN_PLACE.format("NixlConnector"),
+        "kv_connector_extra_config: kv_lease_duration (of NIXL's connector) is 'soon': a number of seconds was expected",
+        "NixlConnector",
+        "kvconn.vllm",
+        {"kv_lease_duration": "soon"},
+    ),
+    "second registration": Ends(
+        IN_PLACE.format("NixlConnector"),
+        "vLLM's register has NixlConnector from registered_twice already; take one away",
+        "NixlConnector",
+        "registered_twice",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ending(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
+    """Their servers, side by side."""
     here = str(Path(__file__).resolve().parent)
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-    other = Pair(models / "copy", tmp_path, connector="without_kind", forked=True, extra_env={"PYTHONPATH": path}, progress=progress)
+    pairs = {}
     try:
-        other.prefill.start()
-        wait_until("the server ends", lambda: not other.prefill.alive(), 180)
-        log = other.prefill.log_since(0)
-        assert "the class FullAttentionSpec of KV caches is not known to this kvconn" in log, other.prefill.log_tail()
-        assert re.search(r"layer model\.layers\.0\.self_attn\.attn", log)
+        for name, case in ENDS.items():
+            env = {"PYTHONPATH": path, "KVCONN_SERVES": case.serves}
+            transfer = {"kv_connector": case.name, "kv_connector_extra_config": case.extra}
+            where = tmp_path_factory.mktemp("ends")
+            pairs[name] = Pair(models / "copy", where, connector=case.connector, transfer=transfer, forked=True, extra_env=env)
+            pairs[name].prefill.start()
+        yield pairs
     finally:
-        other.stop()
-    assert not other.leftovers()
+        stop_all([pair.prefill for pair in pairs.values()])
+    assert not [left for pair in pairs.values() for left in pair.leftovers()]
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_is_not_known_or_wrong_ends_the_start(ending: dict[str, Pair], name: str) -> None:
+    """With the reason in the log: both connectors' names, the key or value, and the key that was meant."""
+    case, server = ENDS[name], ending[name].prefill
+    wait_until("the server ends", lambda: not server.alive(), 180)
+    log = server.log_since(0)
+    lines = [line for line in log.splitlines() if case.begins in line]
+    assert lines and case.says in lines[0].partition(case.begins)[2], server.log_tail()
+    assert name != "kind of cache" or re.search(r"layer model\.layers\.0\.self_attn\.attn", log)

@@ -197,3 +197,41 @@ def test_router_follows(three: Three, alone: Alone) -> None:
                     answer = post(the_router.url, generate(ids, 12))
                     assert answer.ok and answer.ids == expected, (answer, the_router.log_tail())
     pair.check()
+
+
+def test_roles_change_while_the_router_gives_all_three_requests(three: Three, alone: Alone) -> None:
+    """Four clients ask without a pause. What the third server gets of its former role, the router gives another: no client hears of it."""
+    pair, third = three.pair, three.third
+    asked = [prompt(150, f"load {n}") for n in range(6)]
+    expected = [alone.ask(ids).ids for ids in asked]
+    replies: list[tuple[int, Reply]] = []
+    over = threading.Event()
+    with router(three) as the_router:
+
+        def client(number: int) -> None:
+            while not over.is_set():
+                number = (number + 1) % len(asked)
+                replies.append((number, post(the_router.url, generate(asked[number], 12))))
+
+        def served(role: str) -> int:
+            """Requests that the third server has had in a role, as the router's log says."""
+            return the_router.log_since(0).count(f'"{role}": "{third.url}"')
+
+        def serves_more(role: str) -> None:
+            before = served(role)
+            wait_until(f"the third server has requests, to {role}", lambda: served(role) >= before + 3, 60)
+
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(client, number) for number in range(4)]
+            try:
+                for role in ("prefill", "decode", "prefill", "decode", "prefill"):
+                    if role != "prefill" or served("decode"):
+                        turn(third, role)
+                    serves_more(role)
+            finally:
+                over.set()
+        for each in clients:
+            each.result()
+        wrong = [(n, reply) for n, reply in replies if not reply.ok or reply.ids != expected[n]]
+        assert not wrong and len(replies) > 20, (len(replies), wrong, the_router.log_tail())
+    pair.check()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -36,7 +37,8 @@ PROGRAMS = ("forked_vllm", "forked_sglang")
 IMPORT_S = 180.0  # of an engine, cold disk
 MOST = 2  # such processes at a time; each holds a gigabyte
 MARK = "KVCONN_E2E_RUN"  # names the variable that marks every process of a run
-_NOT_READ_BEFORE = ("VLLM_", MARK, "KVCONN_SERVES", "PYTEST_")
+MACHINE = "KVCONN_E2E_MACHINE"  # names the variable with the process in whose network and mounts a server begins, and its folder there
+_NOT_READ_BEFORE = ("VLLM_", MARK, MACHINE, "KVCONN_SERVES", "PYTEST_")
 _REQUEST = 1 << 20  # bytes; it names the whole environment
 
 
@@ -231,9 +233,21 @@ def _guards(engine: ModuleType, before: dict[str, str], request: dict[str, Any],
     os._exit(code)
 
 
+def _enter(pid: str, folder: str) -> None:
+    """A machine of machines.py."""
+    for kind in ("net", "mnt"):
+        fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+        if ctypes.CDLL(None, use_errno=True).setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"the {kind} of process {pid} could not be entered")
+        os.close(fd)
+    os.chdir(folder)
+
+
 def _serves(engine: ModuleType, argv: list[str], status: int) -> None:
     os.close(status)
     signal.set_wakeup_fd(-1)
+    if machine := os.environ.get(MACHINE):
+        _enter(*machine.split(" ", 1))
     in_child()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -38,7 +39,13 @@ func configError(err error) error {
 		return fmt.Errorf("%w: config key %q is a JSON %s, want %s", core.ErrInvalid, te.Field, te.Value, te.Type)
 	}
 	if key, ok := strings.CutPrefix(err.Error(), "json: unknown field "); ok {
-		return fmt.Errorf("%w: unknown config key %s; known keys are %s", core.ErrInvalid, key, strings.Join(configKeys(), ", "))
+		known, meant := configKeys(), ""
+		if name, err := strconv.Unquote(key); err == nil {
+			if like := nearest(name, known); like != "" {
+				meant = fmt.Sprintf(", the nearest is %q", like)
+			}
+		}
+		return fmt.Errorf("%w: unknown config key %s%s; known keys are %s", core.ErrInvalid, key, meant, strings.Join(known, ", "))
 	}
 	return fmt.Errorf("%w: config is not a JSON object: %w", core.ErrInvalid, err)
 }

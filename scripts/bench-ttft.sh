@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Time to first token through a real vLLM pair, beside the single engine's: scripts/bench-ttft.sh [--network RATE] [--prompts N]
-# What the router's --decode-below changes for short prompts: scripts/bench-ttft.sh --threshold [--prompts N]
+# What the thresholds (the router's --decode-below, the connector's kv_recompute_threshold) change for short prompts:
+#   scripts/bench-ttft.sh --threshold [--prompts N]
 # With --network, as 1gbit, between engines whose network has that rate: a loopback of their own (as root, with iproute2).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
 # Installs the wheel, and nothing of this tree, into a clean environment of the
-# given Python and runs the Python tests there; then imports it with the oldest
-# other Python that is at hand.
+# given Python, by the commands of docs/quickstart-python.md as they stand, and runs
+# the Python tests there; then imports it with the oldest other Python that is at hand.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${1:?} clean=build/test-wheel top=$PWD
+python=${1:?} page=build/test-page clean=build/test-page/.venv-kv top=$PWD
 wheel=$(ls dist/kvconn-*.whl)
 .venv/bin/python scripts/check-wheel.py "$wheel"
 .venv/bin/python -m pytest -q -p no:cacheprovider scripts/test_check_wheel.py
-rm -rf $clean && "$python" -m venv $clean
+run_page() { (cd $page && "$python" "$top/scripts/run-page.py" "$top/docs/quickstart-python.md" "$@"); }
+# The page begins in this tree, which the tests then do not see.
+rm -rf $page build/test-wheel && mkdir $page && ln -s "$top"/* "$top/.venv" $page && ln -s test-page/.venv-kv build/test-wheel # by which others know it
+PATH=$(dirname "$(command -v "$python")"):$PATH scripts/thrice.sh 'what docs/quickstart-python.md installs' bash -c "$(declare -f run_page); page=$page python=$python top=$top run_page Install"
+find $page -maxdepth 1 -type l -delete
 scripts/thrice.sh 'what scripts/requirements-test.txt names' $clean/bin/pip install --quiet --disable-pip-version-check --require-hashes -r scripts/requirements-test.txt
-$clean/bin/pip install --quiet --disable-pip-version-check --no-index "$wheel" # it needs no other package
 rm -rf $clean/tests && cp -r python/tests $clean/tests
 double=$PWD/build/gpu-double/libkvgpu-double.so # without it the tests of device memory are not run, and say so
 (cd $clean && env -u PYTHONPATH KVCONN_LIBCUDA="$double" PATH="$PWD/bin:$PATH" "$top/scripts/pytest-twice.sh" wheel bin/python tests "${PYTEST_ARGS[@]:--q}")
-# docs/quickstart-python.md, as it stands, but for the environment that it makes.
-rm -rf build/test-page && mkdir build/test-page && ln -s ../test-wheel build/test-page/kv
-(cd build/test-page && "$python" "$top/scripts/run-page.py" "$top/docs/quickstart-python.md" Run --within 60 --says 'every byte is there' --says "(?s)code=0.*code=0")
+run_page Run --within 60 --says 'every byte is there' --says "(?s)code=0.*code=0"
 # One wheel serves every CPython: the oldest and the newest that are at hand.
 versions=${PYENV_ROOT:-$HOME/.pyenv}/versions
 tried=0

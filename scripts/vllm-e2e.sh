@@ -42,6 +42,7 @@ else
   other="this environment is $(dirname "$(dirname "$vllm_python")"), and not $1, into which the check installs it"
   not_run e2e/test_from_pages.py "$other"
   not_run e2e/test_readme.py "$other"
+  not_run "test_install of e2e/test_quickstart.py" "$other"
   "$vllm_python" -c 'import importlib.util as u; exit(u.find_spec("smg") is None)' || not_run "test_smg of e2e/test_kinds.py" "$other"
   prefix=$("$vllm_python" -c 'import sys; print(sys.prefix)')
   [[ -d ${KVCONN_E2E_DYNAMO:-$prefix-dynamo}/dynamo ]] || not_run e2e/test_dynamo.py "$other"
@@ -51,6 +52,7 @@ if ((ours)) && [[ $(realpath "$1") != "$(realpath .venv-vllm)" ]]; then
   other="this environment is $1, and the pages' commands name .venv-vllm"
   not_run e2e/test_from_pages.py "$other"
   not_run e2e/test_readme.py "$other"
+  not_run "test_install of e2e/test_quickstart.py" "$other"
 fi
 . scripts/two-files.sh "$vllm_python"
 files=(e2e/test_{from_pages,pair,device_memory,ranks,kinds,launch,readme,pair_ends,served,states}.py)

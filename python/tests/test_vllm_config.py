@@ -148,10 +148,22 @@ def test_address_for_others() -> None:
     assert params.advertised("http://127.0.0.1:8998", {**far, "bootstrap_join": "http://127.0.0.1:8998"}) == "http://10.0.0.2:8998"
 
 
-def test_unknown_key_is_named() -> None:
-    config = params.agent_config(vllm_config({"bootstrap_prot": 8998}), CACHES, ONE)
-    with pytest.raises(kvconn.ConfigError, match="bootstrap_prot"):
-        kvconn.Agent(config)
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("bootstrap_prot", '"bootstrap_port"'),  # the agent's own
+        ("send_erly", '"send_early"'),  # the connector's
+        ("kv_lease_duratoin", '"kv_lease_duration" (of NIXL\'s connector)'),
+        ("mooncake_protocoll", '"mooncake_protocol" (of Mooncake\'s connector)'),
+        ("pigeons", ""),
+    ],
+)
+def test_unknown_key_is_named_with_the_nearest_known_one(key: str, meant: str) -> None:
+    config = params.agent_config(vllm_config({key: 8998}), CACHES, ONE)
+    with pytest.raises(kvconn.ConfigError) as raised:
+        params.open_agent(config)
+    says = f'unknown config key "{key}"' + (f", the nearest is {meant}" if meant else "") + "; known keys are advertise_host, "
+    assert says in raised.value.reason and raised.value.code == kvconn.Status.INVALID
 
 
 @pytest.mark.parametrize("value", [-1, True, "64", 1.5, None, 1 << 31])

@@ -34,6 +34,7 @@ from .params import (
     agent_config,
     check_parallel,
     idle_wait_s,
+    open_agent,
     rank_of,
     recompute_below,
     role_of,
@@ -148,12 +149,10 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             )
             self._scheduler.joined_by_request = self._name == PUSH
         else:
-            from kvconn import Agent
-
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name)
             count_replacements(vllm_config)
-            self._worker = WorkerSide(lambda: Agent(config), wait, early == LAYERS)
+            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):

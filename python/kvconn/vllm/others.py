@@ -7,8 +7,9 @@ knows goes to the agent, which refuses it. A test compares both tables with the 
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .names import MOONCAKE, NIXL, OWN
@@ -151,6 +152,13 @@ _PREFIXES = {
     **dict.fromkeys(MOONCAKE, ("VLLM_MOONCAKE_", "MOONCAKE_", "MC_", "WITH_NVIDIA_PEERMEM")),
 }
 _OF_PORTS = (_port, _server)  # which prefill engines have
+
+
+def like(key: str, more: Iterable[str]) -> str:
+    """The key of another connector, or of some more, that somebody meant who wrote another one; nothing if none is like it."""
+    for found in difflib.get_close_matches(key, [*more, *_WORDS], 1, 0.75):
+        return f'"{found}" (of {_WORDS[found].of}\'s connector)' if found in _WORDS else f'"{found}"'
+    return ""
 
 
 def understood(name: str, extra: Mapping[str, Any], role: str) -> Understood:

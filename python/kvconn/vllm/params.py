@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from .._engine import Rank, host_port
+from ..errors import ConfigError
 from ..types import Claim
 from . import states
 from .names import NIXL, OWN
-from .others import PORT, understood
+from .others import PORT, like, understood
 from .served import cache_dtype, model_keys, must_match
 
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
@@ -308,3 +309,17 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str =
         if join:
             config["bootstrap_join"] = join
     return config
+
+
+def open_agent(config: Mapping[str, Any]) -> Any:
+    """The agent. It refuses a key that nobody knows, and tells which of its own keys is like it; here the others are looked at."""
+    from .. import Agent
+
+    try:
+        return Agent(config)
+    except ConfigError as error:
+        for key in config:
+            says = f'unknown config key "{key}"'
+            if f"{says};" in error.reason and (meant := like(key, _OWN_KEYS)):
+                raise ConfigError(error.reason.replace(says, f"{says}, the nearest is {meant}", 1), code=error.code) from error
+        raise
