@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,45 @@ def three(sglang_model: Path, sglang_workdir: Path, alone: Alone) -> Iterator[Th
         yield Three(pair, third, {"prefill": pair.bootstrap_port, "decode": ports[0], "third": ports[1]})
 
 
+@contextlib.contextmanager
+def busy(ask_one: Callable[[list[int]], Reply], prompts: int) -> Iterator[list[Reply]]:
+    """One request after the other is answered."""
+    replies: list[Reply] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            replies.append(ask_one(prompt(150, len(replies) % prompts)))
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield replies
+        finally:
+            over.set()
+            asking.result()
+
+
 def same(three: Three, alone: Alone, prefill: Server, decode: Server, ids: list[int]) -> None:
     answer = three.ask(prefill, decode, ids)
     assert answer.ok, (answer, prefill.log_tail(), decode.log_tail())
     assert answer.ids == alone.ask(ids).ids
+
+
+def test_role_changes_while_the_pair_serves(three: Three, alone: Alone) -> None:
+    pair, third = three.pair, three.third
+    expected = [alone.ask(prompt(150, seed)).ids for seed in range(4)]
+    with busy(lambda ids: three.ask(pair.prefill, pair.decode, ids), len(expected)) as replies:
+        for number, role in enumerate(("prefill", "decode", "prefill", "decode", "prefill")):
+            if number:
+                turn(third, role)
+            prefill, decode = (third, pair.decode) if role == "prefill" else (pair.prefill, third)
+            same(three, alone, prefill, decode, prompt(300, f"turn {number}"))
+            served = len(replies)
+            wait_until("the pair serves on", lambda served=served: len(replies) > served, 60)
+    for n, reply in enumerate(replies):
+        assert reply.ok and reply.ids == expected[n % len(expected)], (n, reply)
+    pair.check()
 
 
 def test_pair_changes_its_roles(three: Three, alone: Alone) -> None:
@@ -164,6 +200,7 @@ def test_router_follows(three: Three, alone: Alone) -> None:
     pair.check()
 
 
+@pytest.mark.skipif(os.environ.get("KVCONN_E2E_LONG") != "1", reason="half a minute of both processors: docs/sglang.md has the command")
 def test_roles_change_while_the_router_gives_all_three_requests(three: Three, alone: Alone) -> None:
     """Four clients ask without a pause. What the third server gets of its former role, the router gives another: no client hears of it."""
     pair, third = three.pair, three.third
