@@ -22,6 +22,9 @@
 // buffer. When all bytes are in, D answers with an acknowledgement on the stream, and P's
 // blocks are free.
 //
+// Bytes in device memory go through slots of pinned memory. A stream copies ahead of what it
+// writes, also beyond a frame's end, so that its copies never wait for the end of one (stage_ahead.go).
+//
 // If one side must encrypt, the streams between the two are sealed: frames go in records, of
 // which the receiver believes nothing before it has checked their tags (seal.go).
 //

@@ -87,11 +87,17 @@ func (w *frameWriter) send(vec []iovec, length uint64, until time.Time) (sent ui
 // attempt makes a system call until it need not wait, for one step of the bound: then the
 // answer is EAGAIN. Unless it waits, the call is made once.
 func (w *frameWriter) attempt(waits bool, call func(fd uintptr) (uintptr, syscall.Errno)) (n uintptr, errno syscall.Errno, err error) {
-	w.st.conn.SetWriteDeadline(time.Now().Add(min(w.idle.next(), w.rest())))
-	err = w.st.raw.Write(func(fd uintptr) bool {
-		n, errno = call(fd)
-		return errno != syscall.EAGAIN || !waits
-	})
+	for again := true; again; {
+		w.st.conn.SetWriteDeadline(time.Now().Add(min(w.idle.next(), w.rest())))
+		if w.recalled() { // and so was the deadline set to now, perhaps
+			continue
+		}
+		err = w.st.raw.Write(func(fd uintptr) bool {
+			n, errno = call(fd)
+			return errno != syscall.EAGAIN || !waits
+		})
+		again = err != nil && w.recalled()
+	}
 	if err != nil && w.idle.goesOn(err) {
 		return 0, syscall.EAGAIN, nil
 	}

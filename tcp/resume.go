@@ -74,10 +74,16 @@ func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64
 	if out.left == 0 {
 		return v, out.total, 0 // the frame asks D
 	}
-	next := out.todo[0]
-	v, n = out.given.fill(v, next.From, min(limit, next.To-next.From))
+	v, position, n = out.peek(v, limit)
 	out.todo.Drop(n)
 	out.left -= n
+	return v, position, n
+}
+
+// peek puts the same bytes into a vector as cut would. There are some.
+func (out *outbound) peek(v []iovec, limit uint64) (_ []iovec, position, n uint64) {
+	next := out.todo[0]
+	v, n = out.given.fill(v, next.From, min(limit, next.To-next.From))
 	return v, next.From, n
 }
 

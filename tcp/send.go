@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 	"unsafe"
@@ -33,6 +34,7 @@ type sender struct {
 	strangers strangers
 	grace     time.Duration              // see returnGrace
 	late      time.Duration              // see hear
+	tenure    time.Duration              // see until
 	meter     func([]*outStream) reading // see meter
 	closed    bool
 }
@@ -47,6 +49,7 @@ type outPeer struct {
 	stuck   *outStream              // D is to open it anew; another stream tells D
 	breadth breadth
 	asks    bool        // D is to open one more
+	waits   int         // streams that wait for a frame, those included that were woken for one
 	queue   []*outbound // that have a frame to send; served in turn
 	byGrant map[random]*outbound
 	wake    *sync.Cond // on sender.mu: a stream has something to do, or may have: queue, asks, stuck, what takes frames, the end of a stream
@@ -78,13 +81,15 @@ type outStream struct {
 	vec     []iovec
 	hdr     [headerSize]byte
 	source  source
+	ahead   *outbound        // of the frame in source.later; nil: there is none
+	recall  atomic.Bool      // ahead was given up, and the frame is to be given back
 	sealed  *seals           // nil: the stream is plain
 	sealing sealing          // of the frame that is written
 	first   [headerSize]byte // of a sealed stream: P's welcome
 }
 
 func (s *sender) init(t *Transport) {
-	s.t, s.grace, s.late, s.meter = t, returnGrace, step, meter
+	s.t, s.grace, s.late, s.tenure, s.meter = t, returnGrace, step, tenure, meter
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -238,7 +243,7 @@ func (s *sender) acked(p *outPeer, h *header) {
 	out := p.byGrant[h.key]
 	tell := false
 	// The acknowledgement is true only if every byte of the transfer was given and sent.
-	if out != nil && out.err == nil && !out.due() && out.given.bytes == out.total && h.length == out.total {
+	if out != nil && out.err == nil && !out.due() && (out.ahead == 0 || fault.On("tcp-ahead-sent")) && out.given.bytes == out.total && h.length == out.total {
 		out.acked = true
 		tell = s.settle(out)
 	}
@@ -262,7 +267,10 @@ func (s *sender) run(st *outStream) {
 		return
 	}
 	for {
-		out, left := s.take(st)
+		out, left := s.goesOn(st)
+		if left == 0 {
+			out, left = s.take(st)
+		}
 		if left == 0 {
 			return
 		}
@@ -335,7 +343,9 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 			p.wake.Wait()
 		case len(p.queue) == 0:
 			p.breadth.breaks()
+			p.waits++
 			p.wake.Wait()
+			p.waits--
 		default:
 			if p.queue[0].due() { // else it was given up while it stood in the queue
 				out = p.queue[0]
@@ -344,15 +354,20 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		}
 	}
 	out.ask = false
-	h := header{kind: frameData, key: out.grant}
-	st.vec, h.position, h.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
-	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
-	st.frame(&h)
+	var cut piece
+	st.vec, cut.position, cut.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
 	out.frames++
 	if out.left > 0 {
 		p.queue = append(p.queue, out)
 	}
-	return out, headerSize + h.length
+	return out, st.begins(out, cut)
+}
+
+// begins begins a frame that is cut into the stream's vector; sender.mu is held.
+func (st *outStream) begins(out *outbound, cut piece) (length uint64) {
+	out.sent = append(out.sent, sentFrame{st.number, st.offset, cut})
+	st.frame(&header{kind: frameData, key: out.grant, position: cut.position, length: cut.length})
+	return headerSize + cut.length
 }
 
 // frame begins a stream's vector, with a header before what is in it.
@@ -364,5 +379,8 @@ func (st *outStream) frame(h *header) {
 	} else {
 		st.offset += headerSize + h.length
 	}
-	st.vec[0] = iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize}
+	st.vec[0] = st.header()
 }
+
+// header is the entry of a frame's header.
+func (st *outStream) header() iovec { return iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize} }

@@ -16,7 +16,7 @@ import (
 )
 
 // window is the most slots that one stream has at a time. It waits for a slot only while it
-// has none, so that streams never wait for each other.
+// has none, of whatever device and for whatever frame, so that streams never wait for each other.
 const window = 4
 
 // A stream gives its slots back when its peer has not taken a slot's bytes within tenure, so that
@@ -29,19 +29,34 @@ const (
 )
 
 // source is where the bytes of a frame come from. A stream's goroutine takes the frame apart.
-// Parts in device memory are copied into slots, ahead of the part that is written.
+// Parts in device memory are copied into slots, ahead of the part that is written. When all parts
+// have begun, the first parts of the next frame are copied too: see stage_ahead.go.
 type source struct {
 	w       *frameWriter
-	frame   []iovec // as it was cut
-	store   []iovec
-	rest    []iovec // of the frame, not begun; in store
-	ahead   []sourcePart
-	staged  int    // slots in ahead
-	done    uint64 // bytes of the frame that are written
-	slow    bool   // the peer is; see tenure
-	yielded bool   // slots were given back in this frame
-	mayCopy bool   // a slot's copy may read for ever
+	now     sourceFrame // that is written
+	later   sourceFrame // that was taken ahead
+	staged  int         // slots of both
+	device  int         // of the slots that now has had; or nowhere, or several
+	done    uint64      // bytes of now that are written
+	slow    bool        // the peer is; see tenure
+	yielded bool        // slots were given back in this frame
+	mayCopy bool        // a slot's copy may read for ever
 	runs    []Run
+}
+
+// What stands for a frame's device if it has had no slot, or slots of several devices.
+const (
+	nowhere = -1
+	several = -2
+)
+
+// sourceFrame is a frame that is taken apart.
+type sourceFrame struct {
+	frame []iovec // as it was cut
+	store []iovec
+	rest  []iovec      // not begun; in store
+	parts []sourcePart // begun and not written
+	piece              // of a frame that was taken ahead; without bytes: there is none
 }
 
 // sourcePart is a part of a frame in memory that a socket can read once its copy has passed.
@@ -63,7 +78,11 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 	w.idle.each = tenure
 	c.begins(w)
 	defer func() {
-		c.end()
+		if err == nil {
+			return
+		}
+		c.mayCopy = !c.ends(&c.now) || c.mayCopy
+		w.s.giveBack(w.st)
 		if c.mayCopy {
 			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
 		}
@@ -101,45 +120,54 @@ func (c *source) until() time.Time {
 	case c.slow:
 		return time.Now()
 	}
-	return time.Now().Add(tenure)
+	return time.Now().Add(c.w.s.tenure)
 }
 
+// begins begins with a frame. Of one that was taken ahead some parts have begun.
 func (c *source) begins(w *frameWriter) {
-	c.w, c.frame, c.done = w, w.st.vec, 0
+	c.w, c.now.frame, c.done = w, w.st.vec, 0
 	c.slow, c.yielded = c.yielded, false
-	c.rewind()
+	if len(c.now.parts) == 0 {
+		c.device = nowhere
+		c.now.rewind(0)
+	}
 }
 
 // rewind begins with the bytes that are not written.
-func (c *source) rewind() {
-	c.store = append(c.store[:0], c.frame...)
-	c.rest = drop(c.store, uintptr(c.done))
+func (f *sourceFrame) rewind(done uint64) {
+	f.store = append(f.store[:0], f.frame...)
+	f.rest = drop(f.store, uintptr(done))
 }
 
 // yield gives all slots back.
 func (c *source) yield() bool {
 	c.slow, c.yielded = true, true
-	ended := c.end()
-	c.rewind()
-	return ended
+	c.mayCopy = !c.ends(&c.now)
+	if !fault.On("tcp-ahead-kept") {
+		c.w.s.giveBack(c.w.st)
+	}
+	c.now.rewind(c.done)
+	return !c.mayCopy
 }
 
 // next is the next part, nil at the frame's end. It begins to copy the parts behind it.
 func (c *source) next() (*sourcePart, error) {
-	for len(c.rest) > 0 && len(c.ahead) < window {
-		p, err := c.begin()
-		if p == nil {
-			if err != nil {
-				return nil, err
-			}
+	for len(c.now.rest) > 0 && c.staged < window {
+		begun, err := c.begin()
+		if err != nil {
+			return nil, err
+		}
+		if !begun {
 			break
 		}
-		c.ahead = append(c.ahead, *p)
 	}
-	if len(c.ahead) == 0 {
+	if len(c.now.parts) == 0 {
 		return nil, nil
 	}
-	p := &c.ahead[0]
+	if len(c.now.rest) == 0 && (!c.slow || fault.On("tcp-ahead-slow")) {
+		c.copyAhead()
+	}
+	p := &c.now.parts[0]
 	if p.slot != nil {
 		if !fault.On("tcp-send-early") {
 			if err := p.slot.Wait(); err != nil {
@@ -152,31 +180,45 @@ func (c *source) next() (*sourcePart, error) {
 	return p, nil
 }
 
-// begin takes a part off the frame; nil if the part has no slot and parts before it come first.
+// begin takes a part off the frame; false if the part has no slot and parts before it come first.
 // The first slot is there before the frame's header is written, so that a frame that gets no
 // slot is taken back.
-func (c *source) begin() (*sourcePart, error) {
-	d := &c.w.s.t.devices
-	device, n, bytes := d.alike(c.rest, ^uint64(0))
+func (c *source) begin() (begun bool, _ error) {
+	device, n, bytes := c.w.s.t.devices.alike(c.now.rest, ^uint64(0))
 	if device < 0 {
-		p := &sourcePart{vec: c.rest[:n], bytes: bytes}
-		c.rest = c.rest[n:]
-		return p, nil
+		c.now.beginHost(n, bytes)
+		return true, nil
 	}
 	slot, err := c.slot(device)
 	if slot == nil || err != nil {
-		return nil, err
+		return false, err
 	}
+	if c.device != nowhere && c.device != device && !fault.On("tcp-devices-mixed") {
+		device = several
+	}
+	c.device = device
+	c.beginCopy(&c.now, slot)
+	return true, nil
+}
+
+// beginHost takes the first entries off, which lie in host memory.
+func (f *sourceFrame) beginHost(entries int, bytes uint64) {
+	f.parts = append(f.parts, sourcePart{vec: f.rest[:entries], bytes: bytes})
+	f.rest = f.rest[entries:]
+}
+
+// beginCopy takes a part off that lies on the slot's device.
+func (c *source) beginCopy(f *sourceFrame, slot Slot) {
 	room := uint64(len(slot.Memory()))
 	if c.slow {
 		room = min(room, slowPart)
 	}
-	_, _, bytes = d.alike(c.rest, room)
-	c.runs = runs(c.runs[:0], c.rest, bytes)
+	_, _, bytes := c.w.s.t.devices.alike(f.rest, room)
+	c.runs = runs(c.runs[:0], f.rest, bytes)
 	slot.Copy(c.runs)
-	c.rest = drop(c.rest, uintptr(bytes))
+	f.rest = drop(f.rest, uintptr(bytes))
 	c.staged++
-	return &sourcePart{slot: slot, bytes: bytes}, nil
+	f.parts = append(f.parts, sourcePart{slot: slot, bytes: bytes})
 }
 
 // slot takes a slot. It waits for one only if the stream has none, else it may return nil.
@@ -197,7 +239,7 @@ func (c *source) slot(device int) (Slot, error) {
 	if err == nil {
 		return slot, nil
 	}
-	if c.staged > 0 {
+	if c.staged > 0 && !fault.On("tcp-slot-waits") {
 		return nil, nil // the parts before it come first
 	}
 	return c.wait(device)
@@ -261,31 +303,33 @@ func (w *frameWriter) ready(begun bool) error {
 
 // written ends the part that next has returned.
 func (c *source) written() {
-	if slot := c.ahead[0].slot; slot != nil {
+	if slot := c.now.parts[0].slot; slot != nil {
 		slot.Release()
 		c.staged--
 	}
-	c.ahead = slices.Delete(c.ahead, 0, 1)
+	c.now.parts = slices.Delete(c.now.parts, 0, 1)
 }
 
-// end returns when nothing is copied out of the frame's memory any more; false if that is
+// ends returns when nothing is copied out of a frame's memory any more; false if that is
 // not known.
-func (c *source) end() bool {
-	for i := range c.ahead {
-		slot := c.ahead[i].slot
+func (c *source) ends(f *sourceFrame) (ended bool) {
+	ended = true
+	for i := range f.parts {
+		slot := f.parts[i].slot
 		if slot == nil {
 			continue
 		}
-		if fault.On("tcp-end-at-once") {
+		c.staged--
+		if fault.On("tcp-end-at-once") || f == &c.later && fault.On("tcp-ahead-unfenced") {
 			slot.Release()
 			continue
 		}
 		if err := slot.Wait(); errors.Is(err, ErrMayCopy) { // another error is of no account: nobody will read the slot
-			c.mayCopy = true
+			ended = false
 			continue
 		}
 		slot.Release()
 	}
-	c.ahead, c.staged, c.rest = c.ahead[:0], 0, nil
-	return !c.mayCopy
+	f.parts, f.rest = f.parts[:0], nil
+	return ended
 }

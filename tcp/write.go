@@ -24,7 +24,8 @@ type outbound struct {
 	left    uint64          // bytes of it
 	total   uint64          // also of the bytes that are not given yet
 	sent    []sentFrame     // on the newest stream of each number
-	frames  int             // taken by a stream and not yet written whole
+	frames  int             // taken by a stream, also ahead, and not yet written whole
+	ahead   uint64          // bytes of those of which nothing may be written yet
 	moves   stopwatch.Watch // while bytes are under way
 	wait    *wait           // for a stream of D's, if the transfer cannot go on without one
 	err     error           // ends the transfer when frames is 0
@@ -140,6 +141,9 @@ func (out *outbound) fail(err error) {
 	}
 	if out.endLife != nil {
 		out.endLife()
+	}
+	if out.ahead > 0 && !fault.On("tcp-ahead-unasked") {
+		out.peer.recall(out)
 	}
 	out.left, out.todo, out.ask = 0, nil, false
 }

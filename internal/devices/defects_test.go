@@ -44,6 +44,19 @@ var defects = []struct{ name, room, test, says string }{
 	{"node-look-of-before", "../../node", "TestLookOfBefore", "the cards forget the memory of now"},
 	{"node-own-fault", "../../node", "TestOwnMemoryInTheWay", "the load fails with"},
 	{"tcp-slot-kept", "../../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
+	{"tcp-slot-waits", "../../tcp", "TestNoWaitWithASlot", "waits for a slot while it has one"},
+	{"tcp-ahead-elsewhere", "../../tcp", "TestNothingAheadElsewhere", "of another device were copied ahead"},
+	{"tcp-devices-mixed", "../../tcp", "TestNothingAheadOfSeveralDevices", "ahead of a frame that lies on two devices"},
+	{"tcp-ahead-slow", "../../tcp", "TestSlowPeerGetsOneSlot", "several copies have begun"},
+	{"tcp-ahead-kept", "../../tcp", "TestSlowPeerHasNothingAhead", "0 bytes are left of the frame"},
+	{"tcp-ahead-lost", "../../tcp", "TestSlowPeerHasNothingAhead", "0 bytes are left of the frame"},
+	{"tcp-ahead-unfenced", "../../tcp", "TestStopOfAFrameAhead", "told while a copy may read"},
+	{"tcp-ahead-unasked", "../../tcp", "TestStopOfAFrameAhead", "the stream gives the frame back"},
+	{"tcp-ahead-stuck", "../../tcp", "TestAheadMayCopyForEver", "its blocks may be read for ever"},
+	{"tcp-ahead-unused", "../../tcp", "TestUnusedStreamHasNothingAhead", "by a stream that is not used"},
+	{"tcp-ahead-sent", "../../tcp", "TestAckOfAFrameAhead", "an acknowledgement that came too early"},
+	{"tcp-ahead-greedy", "../../tcp", "TestWhatIsTakenAhead", "another stream waits: the device is 1"},
+	{"tcp-ahead-endless", "../../tcp", "TestWhatIsTakenAhead", "D is to open a stream: the device is 1"},
 }
 
 // TestDefects: each defect is found by its test. The counts are in the log.

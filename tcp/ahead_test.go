@@ -1,0 +1,366 @@
+package tcp
+
+import (
+	"fmt"
+	"io"
+	"testing"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rig/leaktest"
+)
+
+// patient is for tests in which no time may end a wait.
+var patient = Config{StallTimeout: time.Hour, DialTimeout: bound}
+
+// TestCopiesGoOnBeyondAFrame: while the first copies of a frame have not ended, those of the next one begin, as many as a stream has
+// slots for. The next frame is of the same transfer or of another one, and parts of it may lie in host memory or on another device.
+func TestCopiesGoOnBeyondAFrame(t *testing.T) {
+	const half = gateBytes / 2
+	on := func(device int, at ...int) (parts []gatePart) {
+		for _, at := range at {
+			parts = append(parts, gatePart{device, at * half, half})
+		}
+		return parts
+	}
+	for name, c := range map[string]struct {
+		first, second []gatePart // a frame each
+		one           bool       // transfer
+		begun         [2]int     // copies
+	}{
+		"one transfer":                {on(0, 0, 2), on(0, 4, 6), true, [2]int{4}},
+		"two transfers":               {on(0, 0, 2), on(0, 4, 6), false, [2]int{4}},
+		"host memory first":           {on(0, 0, 2), append(on(1, 0), on(0, 6)...), true, [2]int{3}},
+		"host memory last":            {append(on(0, 0), on(1, 0)...), append(on(0, 6), on(1, 2)...), true, [2]int{2}},
+		"the next is in host memory":  {on(0, 0, 2), on(1, 0, 2), false, [2]int{2}},
+		"the first is in host memory": {on(1, 0, 2), on(0, 0, 2), false, [2]int{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			leaktest.Check(t)
+			m := newGates(8, half)
+			m.host = 1
+			p := onGates(t, patient, m)
+			d := dial(t, p)
+			hello := p.hello(t, "d", 0, 1, 0)
+			var grants []random
+			if c.one {
+				grants = append(grants, p.writes("t0", append(c.first, c.second...)...))
+				grants = append(grants, grants[0])
+			} else {
+				grants = append(grants, p.writes("t0", c.first...), p.writes("t1", c.second...))
+			}
+			d.say(hello)
+			until(t, "the copies have begun", func() bool { return m.sees(func() bool { return m.begun == c.begun }) })
+			m.allow(0, all)
+			d.takes(grants[0], c.first...)
+			d.takes(grants[1], c.second...)
+			if c.one {
+				d.acks(p, "t0", grants[0], 2*gateBytes)
+			} else {
+				d.acks(p, "t0", grants[0], gateBytes)
+				d.acks(p, "t1", grants[1], gateBytes)
+			}
+		})
+	}
+}
+
+// ahead is a stream that writes a frame of "t0", of which the peer takes little, and has a frame of "t1" ahead, whose copy has begun.
+func ahead(t *testing.T, cfg Config, m *gates, tenure time.Duration) (p *agent, d *rawConn, grants [2]random) {
+	t.Helper()
+	leaktest.Check(t)
+	m.allow(0, 1)
+	p = onGates(t, cfg, m)
+	p.sender.tenure = tenure
+	d = deafTo(t, p)
+	hello := p.hello(t, "d", 1, 1, 0)
+	for i := range grants {
+		grants[i] = p.writes(core.TransferID(fmt.Sprint("t", i)), gateBlock(0, i))
+	}
+	d.say(hello)
+	until(t, "a copy of the next frame has begun", func() bool { return m.sees(func() bool { return m.begun[0] == 2 }) })
+	return p, d, grants
+}
+
+// TestStopOfAFrameAhead: when a transfer is stopped whose frame was taken ahead, its end waits for the copy, and not for the peer, which
+// takes nothing of the present frame. The present frame goes on.
+func TestStopOfAFrameAhead(t *testing.T) {
+	m := newGates(4, gateBytes)
+	p, d, grants := ahead(t, patient, m, time.Hour)
+	p.Stop("t1")
+	told := func() bool { return len(p.sink.All("written", "t1")) > 0 }
+	until(t, "the stream gives the frame back", func() bool { return told() || m.sees(func() bool { return m.waited[0] == 2 }) })
+	if told() {
+		t.Error("the end was told while a copy may read")
+	}
+	m.allow(0, all)
+	if o := p.sink.Wait("written", "t1", 1); o.Err == nil {
+		t.Error("a write that was stopped ended well")
+	}
+	d.takes(grants[0], gateBlock(0, 0))
+	d.acks(p, "t0", grants[0], gateBytes)
+	d.takes(p.writes("t2", gateBlock(0, 2)), gateBlock(0, 2))
+}
+
+// TestAheadMayCopyForEver: if the device does not end a copy that was begun ahead, nobody hears of an end of that transfer. The other
+// one ends well.
+func TestAheadMayCopyForEver(t *testing.T) {
+	m := newGates(4, gateBytes)
+	m.lost = 2
+	p, d, grants := ahead(t, patient, m, time.Hour)
+	m.allow(0, all)
+	p.Stop("t1")
+	d.takes(grants[0], gateBlock(0, 0))
+	d.acks(p, "t0", grants[0], gateBytes)
+	_ = p.Close()
+	if told := p.sink.All("written", "t1"); len(told) > 0 {
+		t.Errorf("its blocks may be read for ever, and %+v", told)
+	}
+}
+
+// TestSlowPeerHasNothingAhead: when the peer is slow, the frame ahead is given back whole, and no other one is taken. Another stream sends it.
+func TestSlowPeerHasNothingAhead(t *testing.T) {
+	m := newGates(4, gateBytes)
+	p, d, grants := ahead(t, patient, m, tenure)
+	m.allow(0, all)
+	until(t, "nobody holds a slot", func() bool { return m.sees(func() bool { return m.held == 0 }) })
+	p.sender.mu.Lock()
+	out := p.sender.byID["t1"]
+	left, frames, bytes := out.left, out.frames, out.ahead
+	p.sender.mu.Unlock()
+	if left != gateBytes || frames != 0 || bytes != 0 {
+		t.Fatalf("%d bytes are left of the frame that was ahead, %d frames of the transfer are under way, %d bytes ahead", left, frames, bytes)
+	}
+	other := dial(t, p)
+	other.say(p.hello(t, "d", 0, 2, 0))
+	other.takes(grants[1], gateBlock(0, 1))
+	other.acks(p, "t1", grants[1], gateBytes)
+	p.writes("t2", gateBlock(0, 2))
+	d.takes(grants[0], gateBlock(0, 0))
+	d.acks(p, "t0", grants[0], gateBytes)
+}
+
+// TestSlowPeerGetsOneSlot: while a peer is slow, it has one slot at a time, and nothing is copied ahead for it.
+func TestSlowPeerGetsOneSlot(t *testing.T) {
+	leaktest.Check(t)
+	m := newGates(8, slowPart)
+	m.allow(0, all)
+	cfg := patient
+	cfg.FrameBytes = slowPart
+	p := onGates(t, cfg, m)
+	d := deafTo(t, p)
+	d.say(p.hello(t, "d", 0, 1, 0))
+	p.writes("t", gateBlock(0, 0), gateBlock(0, 1), gateBlock(0, 2), gateBlock(0, 3))
+	begun := 0
+	until(t, "the peer is slow, and nobody holds a slot", func() bool {
+		return m.sees(func() bool {
+			if m.held > 0 || m.begun[0] == 0 {
+				return false
+			}
+			begun = m.begun[0]
+			m.allowed[0] = begun
+			return true
+		})
+	})
+	go func() { _, _ = io.Copy(io.Discard, d) }()
+	until(t, "a copy is waited for", func() bool { return m.sees(func() bool { return m.waited[0] > begun }) })
+	if m.sees(func() bool { return m.begun[0] > begun+1 }) {
+		t.Error("several copies have begun for a slow peer")
+	}
+	m.allow(0, all)
+	until(t, "all is sent", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		out := p.sender.byID["t"]
+		return out.left == 0 && out.frames == 0
+	})
+}
+
+// TestStreamEndsWithAFrameAhead: the stream breaks. Both frames come by the next one.
+func TestStreamEndsWithAFrameAhead(t *testing.T) {
+	m := newGates(4, gateBytes)
+	p, d, grants := ahead(t, patient, m, time.Hour)
+	p.sender.grace = bound
+	_ = d.Close()
+	until(t, "the stream gives the frame back", func() bool { return m.sees(func() bool { return m.waited[0] == 2 }) })
+	m.allow(0, all)
+	c := dial(t, p)
+	c.say(p.hello(t, "d", 1, 2, 0))
+	h := c.next()
+	first := 0
+	if h.key == grants[1] {
+		first = 1
+	}
+	c.rest(h, gateBlock(0, first))
+	c.takes(grants[1-first], gateBlock(0, 1-first))
+	for i, grant := range grants {
+		c.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
+	}
+}
+
+// TestUnusedStreamHasNothingAhead: a stream that is not used any more does not go on with the frame that it has ahead.
+func TestUnusedStreamHasNothingAhead(t *testing.T) {
+	cfg := patient
+	cfg.First = 1
+	m := newGates(4, gateBytes)
+	p, d, grants := ahead(t, cfg, m, time.Hour)
+	used := dial(t, p)
+	used.say(p.hello(t, "d", 0, 2, 0))
+	p.stream(t, "d")
+	m.allow(0, all)
+	d.takes(grants[0], gateBlock(0, 0))
+	on := -1
+	until(t, "the frame that was ahead has begun", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		if sent := p.sender.byID["t1"].sent; len(sent) > 0 {
+			on = sent[0].number
+		}
+		return on >= 0
+	})
+	if on != 0 {
+		t.Fatal("the frame that was ahead goes by a stream that is not used")
+	}
+	used.takes(grants[1], gateBlock(0, 1))
+	for i, grant := range grants {
+		used.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
+	}
+}
+
+// TestAckOfAFrameAhead: D cannot have the bytes of a frame that was taken ahead, and an acknowledgement that says so frees no block.
+func TestAckOfAFrameAhead(t *testing.T) {
+	leaktest.Check(t)
+	m := newGates(4, gateBytes)
+	m.allow(0, 1)
+	p := onGates(t, patient, m)
+	p.sender.tenure = time.Hour
+	d := deafTo(t, p)
+	d.say(p.hello(t, "d", 0, 1, 0))
+	grant := p.writes("t", gateBlock(0, 0), gateBlock(0, 1))
+	until(t, "a copy of the next frame has begun", func() bool { return m.sees(func() bool { return m.begun[0] == 2 }) })
+	mark := p.writes("mark", gateBlock(0, 2))
+	d.say(frameBytes(header{kind: frameAck, key: grant, length: 2 * gateBytes}), frameBytes(header{kind: frameNack, key: mark}))
+	p.sink.Wait("written", "mark", 1)
+	m.allow(0, all)
+	d.takes(grant, gateBlock(0, 0))
+	d.takes(grant, gateBlock(0, 1))
+	if p.sink.Wait("written", "mark", 1); len(p.sink.All("written", "t")) > 0 {
+		t.Error("a write has ended by an acknowledgement that came too early")
+	}
+	d.acks(p, "t", grant, 2*gateBytes)
+}
+
+// TestNothingAheadElsewhere: nothing is copied ahead on another device than the present frame's. So a device that does not
+// answer does not hold up the end of a transfer that lies on another one.
+func TestNothingAheadElsewhere(t *testing.T) {
+	leaktest.Check(t)
+	m := newGates(4, gateBytes)
+	m.allow(0, all)
+	p := onGates(t, patient, m)
+	d := deafTo(t, p)
+	hello := p.hello(t, "d", 0, 1, 0)
+	p.writes("t0", gateBlock(0, 0))
+	p.writes("t1", gateBlock(1, 0))
+	d.say(hello)
+	until(t, "the first copy is waited for", func() bool { return m.sees(func() bool { return m.waited[0] > 0 }) })
+	if m.sees(func() bool { return m.begun[1] > 0 }) {
+		t.Fatal("bytes of another device were copied ahead")
+	}
+	p.Stop("t0")
+	p.sink.Wait("written", "t0", 1)
+}
+
+// TestNothingAheadOfSeveralDevices: while a frame's parts lie on several devices, nothing is copied ahead: the next frame would wait for
+// the device that is the slowest of them.
+func TestNothingAheadOfSeveralDevices(t *testing.T) {
+	leaktest.Check(t)
+	const half = gateBytes / 2
+	m := newGates(4, half)
+	m.allow(1, all)
+	p := onGates(t, patient, m)
+	d := deafTo(t, p)
+	hello := p.hello(t, "d", 0, 1, 0)
+	p.writes("t0", gatePart{0, 0, half}, gatePart{1, 0, half})
+	p.writes("t1", gateBlock(1, 1))
+	d.say(hello)
+	until(t, "the first copy is waited for", func() bool { return m.sees(func() bool { return m.waited[0] > 0 }) })
+	if m.sees(func() bool { return m.begun[1] > 1 }) {
+		t.Fatal("bytes were copied ahead of a frame that lies on two devices")
+	}
+	p.Stop("t1")
+	p.sink.Wait("written", "t1", 1)
+}
+
+// TestNoWaitWithASlot: a stream waits for a slot only while it has none, whatever frames and devices its slots are of.
+func TestNoWaitWithASlot(t *testing.T) {
+	leaktest.Check(t)
+	const quarter = gateBytes / 4
+	m := newGates(1, quarter)
+	for device := range m.allowed {
+		m.allow(device, all)
+	}
+	p := onGates(t, patient, m)
+	d := dial(t, p)
+	hello := p.hello(t, "d", 0, 1, 0)
+	mixed := []gatePart{{0, 0, gateBytes / 2}, {1, 0, gateBytes / 2}}
+	var grants []random
+	for i := range 4 {
+		grants = append(grants, p.writes(core.TransferID(fmt.Sprint("t", i)), mixed...))
+	}
+	d.say(hello)
+	until(t, "the first copy is waited for", func() bool { return m.sees(func() bool { return m.waited[0] > 0 }) })
+	if m.sees(func() bool { return m.waits > 0 }) {
+		t.Fatal("a stream waits for a slot while it has one")
+	}
+	for i, grant := range grants {
+		d.takes(grant, mixed...)
+		d.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
+	}
+}
+
+// TestWhatIsTakenAhead: a stream takes no frame ahead if another stream waits for one, if P has a word of its own for D, or if the
+// stream takes no frames.
+func TestWhatIsTakenAhead(t *testing.T) {
+	leaktest.Check(t)
+	p := onGates(t, patient, newGates(4, gateBytes))
+	d := dial(t, p)
+	d.say(p.hello(t, "d", 0, 1, 0))
+	st := p.stream(t, "d")
+	peer, s := st.peer, &p.sender
+	until(t, "the stream waits for a frame", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return peer.waits == 1
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := &outbound{peer: peer, total: 8, given: given{layout: p.layout}}
+	base := uintptr(p.layout.Regions[1].Base)
+	if err := out.give([]stretch{{end: 8, runs: []run{{base: base, len: 8}}}}); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		change func()
+		device int
+	}{
+		"a frame":                                {func() {}, 1},
+		"a frame that asks":                      {func() { out.left, out.ask = 0, true }, -1},
+		"a transfer that was given up":           {func() { out.left = 0 }, -1},
+		"no frame":                               {func() { peer.queue = nil }, -1},
+		"another stream waits":                   {func() { peer.waits = 1 }, -1},
+		"D is to open a stream":                  {func() { peer.asks = true }, -1},
+		"D is to open a stream anew":             {func() { peer.stuck = &outStream{} }, -1},
+		"D is to open this one anew":             {func() { peer.stuck = st }, 1},
+		"D is to hear that a transfer lives":     {func() { st.rested = make([]random, 1) }, -1},
+		"a stream from which nothing comes back": {func() { st.deaf = true }, -1},
+		"a stream that has ended":                {func() { st.dead = true }, -1},
+		"a sender that is closed":                {func() { s.closed = true }, -1},
+	} {
+		peer.queue, peer.waits, out.left = []*outbound{out}, 0, 8
+		c.change()
+		if _, device := s.peekAhead(st); device != c.device {
+			t.Errorf("%s: the device is %d, want %d", name, device, c.device)
+		}
+		peer.asks, peer.stuck, st.rested, st.deaf, st.dead, s.closed, out.ask = false, nil, nil, false, false, false, false
+	}
+	peer.queue, peer.waits = nil, 1
+}
