@@ -70,7 +70,7 @@ func ahead(t *testing.T, cfg Config, m *gates, tenure time.Duration) (p *agent, 
 	leaktest.Check(t)
 	m.allow(0, 1)
 	p = onGates(t, cfg, m)
-	p.sender.tenure = tenure
+	p.sender.tenure, p.sender.grace = tenure, bound
 	d = deafTo(t, p)
 	hello := p.hello(t, "d", 1, 1, 0)
 	for i := range grants {
@@ -179,7 +179,6 @@ func TestSlowPeerGetsOneSlot(t *testing.T) {
 func TestStreamEndsWithAFrameAhead(t *testing.T) {
 	m := newGates(4, gateBytes)
 	p, d, grants := ahead(t, patient, m, time.Hour)
-	p.sender.grace = bound
 	_ = d.Close()
 	until(t, "the stream gives the frame back", func() bool { return m.sees(func() bool { return m.waited[0] == 2 }) })
 	m.allow(0, all)

@@ -24,6 +24,7 @@
 //
 // Bytes in device memory go through slots of pinned memory. A stream copies ahead of what it
 // writes, also beyond a frame's end, so that its copies never wait for the end of one (stage_ahead.go).
+// D reads the next frames while the copies of one still pass (arrive.go).
 //
 // If one side must encrypt, the streams between the two are sealed: frames go in records, of
 // which the receiver believes nothing before it has checked their tags (seal.go).

@@ -57,6 +57,9 @@ func (s *inStream) answer(h *header, text string) error {
 			return err
 		}
 	}
+	if err := s.holdsNothing(); err != nil {
+		return err
+	}
 	s.conn.SetWriteDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
 	_, err := s.conn.Write(b)
 	return err

@@ -29,8 +29,9 @@ type gates struct {
 	begun   [2]int
 	waited  [2]int // copies that somebody has waited for, by the last of them
 	allowed [2]int
-	lost    int // the copy of device 0 that may read for ever, from 1
-	early   int // slots that were given back before their copies were waited for
+	lost    int    // the copy of device 0 that may read for ever, from 1
+	fails   [2]int // the copy of each device that fails, from 1
+	early   int    // slots that were given back before their copies were waited for
 	held    int
 	waits   int // for a slot that have begun while one was held
 }
@@ -124,6 +125,9 @@ func (s *gateSlot) Wait() error {
 	s.waited = true
 	if s.device == 0 && s.number == m.lost {
 		return fmt.Errorf("a test: %w", ErrMayCopy)
+	}
+	if s.number == m.fails[s.device] {
+		return errors.New("a copy of a test fails")
 	}
 	return nil
 }

@@ -168,7 +168,7 @@ func TestEmptyFrameBehindTheLast(t *testing.T) {
 		}
 		here, p := tcpPair(t)
 		_ = p.SetReadDeadline(time.Now().Add(bound))
-		if err := (&inStream{r: &d.receiver, conn: here}).landed(in, 0); err != nil {
+		if err := (&inStream{r: &d.receiver, conn: here}).landed(&arrival{in: in}); err != nil {
 			t.Fatal(err)
 		}
 		if got := (&rawConn{p, t}).next(); got != want {

@@ -7,46 +7,22 @@ import (
 	"syscall"
 )
 
-// payload reads a frame's bytes into the transfer's blocks, or away, and says how
-// many came. If the blocks cannot be written it ends the transfer, and returns nil for it.
-func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err error) {
-	got, in, err = s.readAll(in, h)
-	if e := s.landStarted(in, 0); e != nil {
-		s.r.copyFailed(in, e)
-		in = nil
-		if err == nil {
-			err = s.answered(h.key)
-		}
-	}
-	return got, in, err
-}
-
-// readAll does what payload does, except that copies may still be under way when it returns.
-func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err error) {
+// payload reads a frame's bytes into the transfer's blocks, or away, and says how many came. Copies
+// may still be under way when it returns. If the blocks cannot be written it ends the transfer.
+func (s *inStream) payload(f *arrival) (got uint64, err error) {
 	var cur cursor
-	s.cuts = 0
-	// fails ends the transfer for its memory's fault, when none of its copies is under way.
-	fails := func(err error) error {
-		if e := s.landStarted(in, 0); errors.Is(e, ErrMayCopy) { // another error is no news
-			err = e
-		}
-		s.r.copyFailed(in, err)
-		in = nil
-		return s.answered(h.key)
-	}
+	s.landing.now = f
 	idle := stall{bound: s.r.t.cfg.StallTimeout}
-	for got < h.length {
-		left := h.length - got
-		if in != nil && len(cur.runs) == 0 {
-			cur = s.cursor(in, h.position+got, left)
+	for got < f.length {
+		left := f.length - got
+		if f.in != nil && len(cur.runs) == 0 {
+			cur = s.cursor(f.in, f.position+got, left)
 		}
 		s.conn.SetReadDeadline(idle.deadline())
-		n, errno, err := s.some(in, &cur, left, &idle)
+		n, errno, err := s.some(f.in, &cur, left, &idle)
 		if err == nil && errno == syscall.EAGAIN { // copies are waited for here: in Read, a close of the connection would wait too
-			if err := s.landSome(in); err != nil {
-				if err := fails(err); err != nil {
-					return got, in, err
-				}
+			if err := s.landSome(f); err != nil {
+				return got, err
 			}
 			continue
 		}
@@ -54,22 +30,22 @@ func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err 
 		case err != nil && idle.goesOn(err):
 			continue
 		case err != nil:
-			return got, in, err
-		case errno == syscall.EFAULT && in != nil: // nothing was read
+			return got, err
+		case errno == syscall.EFAULT && f.in != nil: // nothing was read
 			vec, _ := cur.fill(s.vec[:0], left)
-			if err := fails(s.r.t.fault(vec, true)); err != nil {
-				return got, in, err
+			if err := s.fails(f, s.r.t.fault(vec, true)); err != nil {
+				return got, err
 			}
 			continue
 		case errno != 0:
-			return got, in, fmt.Errorf("readv: %w", errno)
+			return got, fmt.Errorf("readv: %w", errno)
 		case n == 0:
-			return got, in, fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
+			return got, fmt.Errorf("%d bytes before the end of a frame: %w", left, io.ErrUnexpectedEOF)
 		}
 		got += uint64(n)
 		idle.since = 0
 	}
-	return got, in, nil
+	return got, nil
 }
 
 // read takes some of a frame's bytes, without a wait.

@@ -57,7 +57,7 @@ func (s *inStream) cursor(in *inbound, position, left uint64) cursor {
 	pieces := takePieces()
 	defer pieces.give()
 	s.window = landRuns(s.window[:0], s.r.t.layout, in.plan.Pairs(pieces.pairs[:0], position, left))
-	s.cuts += len(s.window)
+	s.landing.now.cuts += len(s.window)
 	return cursor{runs: s.window}
 }
 

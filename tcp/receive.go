@@ -43,7 +43,7 @@ type receiver struct {
 // outcome is the end of a transfer that one caller tells.
 type outcome struct {
 	told chan struct{} // closed when the sink was told, or never will be
-	err  error         // of the fence, then: the sink is not told
+	lost *inbound      // then: the sink is not told, since bytes may land
 }
 
 // inbound is one transfer that is expected.
@@ -116,7 +116,7 @@ func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst kv.Pla
 }
 
 func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst places) ([]byte, error) {
-	in := &inbound{id: id, grant: newRandom(), places: dst, total: dst.bytes(), copies: copies{late: t.late, all: &t.receiver.copying}}
+	in := &inbound{id: id, grant: newRandom(), places: dst, total: dst.bytes(), copies: copies{late: t.late, never: make(chan struct{}), all: &t.receiver.copying}}
 	r := &t.receiver
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -148,7 +148,9 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 	}
 	if end != nil {
 		<-end.told // the sink returns at once; or the copies are waited for, which Close bounds
-		err = cmp.Or(err, end.err)
+		if end.lost != nil {
+			err = cmp.Or(err, end.lost.revoke())
+		}
 	}
 	return err
 }
@@ -156,7 +158,7 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 // revoke returns when no stream reads, or copies, into the runs any more, or with an error if Close waits for copies no longer.
 func (in *inbound) revoke() error {
 	in.bar()
-	if !in.copies.wait() && !fault.On("tcp-revoke-unsure") {
+	if !in.copies.wait(nil) && !fault.On("tcp-revoke-unsure") {
 		return fmt.Errorf("tcp: transfer %q is revoked, but its memory is copied to: %w", string(in.id), core.ErrMayLand)
 	}
 	return nil
@@ -210,7 +212,9 @@ func (r *receiver) fail(in *inbound, err error) {
 	if end == nil {
 		return
 	}
-	if end.err = in.revoke(); end.err != nil { // a Revoke hears of it, also later
+	in.bar()
+	if !in.copies.wait(in.copies.never) { // a Revoke hears of it, also later; the stream goes on
+		end.lost = in
 		close(end.told)
 		return
 	}
@@ -219,7 +223,7 @@ func (r *receiver) fail(in *inbound, err error) {
 
 // ends forgets a transfer. Just one caller gets the outcome, which it tells; nobody does when the transport is closed; r.mu is held.
 func (r *receiver) ends(in *inbound) *outcome {
-	if r.closed || !r.forget(in) {
+	if r.closed || in.stuck || !r.forget(in) {
 		return nil
 	}
 	end := &outcome{told: make(chan struct{})}
@@ -250,7 +254,6 @@ type inStream struct {
 	landing  landing
 	least    int       // bytes that make the socket readable; 0 is 1
 	window   []run     // of the plan of the transfer whose frame is read
-	cuts     int       // runs of it since the frame began
 	sealed   *unsealer // nil: the stream is plain
 }
 
@@ -270,8 +273,7 @@ func (s *inStream) header() (h header, err error) {
 // frame reads one frame. Between frames a stream may be idle for as long as the
 // connection lives; within one it must not stall.
 func (s *inStream) frame() error {
-	s.conn.SetReadDeadline(time.Time{})
-	if err := s.waitsForAny(); err != nil {
+	if err := s.awaitHeader(); err != nil {
 		return err
 	}
 	h, err := s.header()
@@ -303,7 +305,7 @@ func (s *inStream) frame() error {
 		}
 	}
 	var answer header
-	var fault string
+	var text string
 	if in != nil {
 		s.peer.moved = true
 		if in.first.IsZero() {
@@ -311,40 +313,27 @@ func (s *inStream) frame() error {
 			in.since = in.peer.moves.Sum(in.first)
 		}
 		s.peer.reads(1, time.Now())
-		defer func() {
-			s.r.mu.Lock()
-			defer s.r.mu.Unlock()
-			s.peer.reads(-1, time.Now())
-		}()
 	} else { // an answer that was sent before may be lost
-		answer, fault = s.r.done.answer(h.key)
+		answer, text = s.r.done.answer(h.key)
 	}
 	s.r.mu.Unlock()
+	f := s.landing.takeArrival(in, &h)
 	if in == nil {
-		if err := s.answer(&answer, fault); err != nil {
-			return err
+		err = s.answer(&answer, text)
+	} else if bad := in.admit(h.position, h.length); bad != nil {
+		if !fault.On("tcp-land-unadmitted") {
+			_ = s.landStarted(0) // the end waits for copies, also for those of this stream
 		}
-	} else if err := in.admit(h.position, h.length); err != nil {
-		s.r.fail(in, err)
-		return err
+		s.r.fail(in, bad)
+		err = bad
 	}
-	n, in, err := s.payload(in, &h)
-	s.received += n
-	if err != nil {
-		if in != nil {
-			in.claimed.mu.Lock()
-			in.claimed.spans.Remove(h.position+n, h.position+h.length) // P may send these bytes again
-			in.claimed.mu.Unlock()
-			s.r.mu.Lock()
-			in.got += n
-			s.r.mu.Unlock()
-		}
-		return err
+	if err == nil {
+		f.got, err = s.payload(f)
+		s.received += f.got
+	} else {
+		f.in = nil
 	}
-	if in != nil {
-		return s.landed(in, h.length)
-	}
-	return nil
+	return s.arrived(f, err)
 }
 
 // admit checks a frame's place. If bytes could be claimed twice they would count twice, and a
@@ -363,28 +352,4 @@ func (in *inbound) admit(pos, length uint64) error {
 		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), in.mostSpans())
 	}
 	return nil
-}
-
-// landed counts a frame's bytes. With the last ones it ends the transfer.
-func (s *inStream) landed(in *inbound, n uint64) error {
-	s.r.mu.Lock()
-	in.got += n
-	in.cuts, s.cuts = in.cuts+s.cuts, 0
-	gone := s.r.byID[in.id] != in
-	var end *outcome
-	if in.got == in.total {
-		if end = s.r.ends(in); end != nil {
-			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
-		}
-	}
-	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.took().Nanoseconds()}
-	s.r.mu.Unlock()
-	switch {
-	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop
-		return s.answered(in.grant)
-	case end == nil:
-		return nil
-	}
-	s.r.tell(in, end, stats, nil)
-	return s.send(&header{kind: frameAck, key: in.grant, length: stats.Bytes})
 }

@@ -3,6 +3,7 @@ package tcp
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -14,9 +15,12 @@ import (
 )
 
 // landing is what a stream has read for device memory: slots whose bytes are being copied to
-// their blocks, the oldest first. While a stream waits for its peer, or for a slot, it
-// holds no slot. So Revoke waits for copies only, and a slow peer holds no slot.
+// their blocks, the oldest first. Those of a frame may still be copied while the next frames are
+// read. While a stream waits for its peer, for a slot, or for the end of a transfer, it holds no slot.
+// So Revoke waits for copies only, and a slow peer holds no slot.
 type landing struct {
+	now   *arrival   // the frame that is read
+	rests []*arrival // that are not used
 	slots []landed
 	spare [][]Run // of slots that have landed
 	ready Slot    // for the next bytes
@@ -26,7 +30,10 @@ type landing struct {
 // landed is a slot whose bytes are being copied to these runs.
 type landed struct {
 	Slot
-	to []Run
+	device int
+	in     *inbound
+	frame  *arrival
+	to     []Run
 }
 
 // takeRuns gives room for the runs of a slot.
@@ -40,6 +47,20 @@ func (l *landing) takeRuns() []Run {
 	return runs[:0]
 }
 
+// unready gives the slot for the next bytes back.
+func (l *landing) unready() {
+	if l.ready != nil {
+		l.ready.Release()
+		l.ready = nil
+	}
+}
+
+// elsewhere says whether bytes of former frames are copied to another device: it may not answer, and
+// nothing is copied behind them.
+func (l *landing) elsewhere(device int) bool {
+	return slices.ContainsFunc(l.slots, func(s landed) bool { return s.frame != l.now && s.device != device }) && !fault.On("tcp-land-elsewhere")
+}
+
 // busy says whether something is to be done before the stream may wait for its peer.
 func (l *landing) busy() bool { return len(l.slots) > 0 || l.ready != nil || l.wants > 0 }
 
@@ -50,7 +71,7 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 	if !polled(fd, unix.POLLIN) {
 		return 0, syscall.EAGAIN
 	}
-	if l.ready == nil && len(l.slots) < window {
+	if l.ready == nil && len(l.slots) < window && !l.elsewhere(device) {
 		l.ready, _ = d.mover.Slot(noWait, device, ToDevice, s.peer.id)
 	}
 	if l.ready == nil {
@@ -87,20 +108,21 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 	in.copies.add()
 	to := runs(l.takeRuns(), vec, got)
 	slot.Copy(to)
-	l.slots = append(l.slots, landed{slot, to})
+	l.slots = append(l.slots, landed{slot, device, in, l.now, to})
+	l.now.slots++
 	return uintptr(got), 0
 }
 
 // landSome does what the stream may have to wait for, but not for its peer: it ends copies,
 // and takes the slot that the next bytes need.
-func (s *inStream) landSome(in *inbound) error {
+func (s *inStream) landSome(f *arrival) error {
 	l := &s.landing
 	device := l.wants - 1
 	l.wants = 0
-	if device >= 0 && len(l.slots) == window {
-		return s.landStarted(in, window-1)
+	if device < 0 || len(l.slots) == window {
+		return s.landStarted(max(len(l.slots)-1, 0))
 	}
-	if err := s.landStarted(in, 0); err != nil || device < 0 {
+	if err := s.landStarted(0); err != nil || f.in == nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(s.r.t.ctx, s.r.t.cfg.StallTimeout)
@@ -108,7 +130,7 @@ func (s *inStream) landSome(in *inbound) error {
 	var err error
 	if l.ready, err = s.r.t.devices.mover.Slot(ctx, device, ToDevice, s.peer.id); err != nil {
 		l.ready = nil
-		return s.r.t.noSlot(err)
+		return s.fails(f, s.r.t.noSlot(err))
 	}
 	return nil
 }
@@ -119,33 +141,6 @@ func (t *Transport) noSlot(err error) error {
 		return errClosed
 	}
 	return &copyError{"wait for a slot of pinned memory", err}
-}
-
-// landStarted waits until at most so many slots of a transfer are under way.
-func (s *inStream) landStarted(in *inbound, most int) (err error) {
-	if ready := s.landing.ready; ready != nil {
-		ready.Release()
-		s.landing.ready = nil
-	}
-	for len(s.landing.slots) > most {
-		slot := s.landing.slots[0]
-		s.landing.slots = append(s.landing.slots[:0], s.landing.slots[1:]...)
-		var e error
-		if !fault.On("tcp-report-early") {
-			e = slot.Wait()
-		}
-		if e != nil && (err == nil || errors.Is(e, ErrMayCopy)) {
-			err, most = &copyError{"copy into device memory", e}, 0
-		}
-		if errors.Is(e, ErrMayCopy) { // Revoke waits for it
-			s.r.stuck(slot.to)
-			continue
-		}
-		slot.Release()
-		s.landing.spare = append(s.landing.spare, slot.to)
-		in.copies.done()
-	}
-	return err
 }
 
 // polled says whether a read (POLLIN), or a write (POLLOUT), would not wait.
@@ -190,11 +185,13 @@ func (r *receiver) stuck(to []Run) {
 
 // copies counts what is being copied.
 type copies struct {
-	mu   sync.Mutex
-	n    int
-	idle chan struct{}   // closed when n is 0 again; nil while nobody waits
-	late <-chan struct{} // closed CloseGrace after the transport's Close has begun
-	all  *atomic.Int64   // those of all transfers
+	mu    sync.Mutex
+	n     int
+	idle  chan struct{}   // closed when n is 0 again; nil while nobody waits
+	late  <-chan struct{} // closed CloseGrace after the transport's Close has begun
+	never chan struct{}   // closed when one of them may not end
+	stuck bool            // it is closed
+	all   *atomic.Int64   // those of all transfers
 }
 
 func (c *copies) add() {
@@ -214,8 +211,18 @@ func (c *copies) done() {
 	}
 }
 
-// wait returns when nothing is copied, or with false when Close waits no longer.
-func (c *copies) wait() bool {
+// stays says that one of them may not end: nobody says done for it.
+func (c *copies) stays() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.stuck && !fault.On("tcp-stuck-unsaid") {
+		c.stuck = true
+		close(c.never)
+	}
+}
+
+// wait returns when nothing is copied, or with false when Close waits no longer, or when unless is closed.
+func (c *copies) wait(unless <-chan struct{}) bool {
 	c.mu.Lock()
 	if c.n == 0 || fault.On("tcp-revoke-at-once") {
 		c.mu.Unlock()
@@ -230,6 +237,7 @@ func (c *copies) wait() bool {
 	case <-idle:
 		return true
 	case <-c.late:
+	case <-unless:
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -56,6 +56,16 @@ var defects = []struct{ name, room, test, says string }{
 	{"tcp-ahead-unused", "../../tcp", "TestUnusedStreamHasNothingAhead", "by a stream that is not used"},
 	{"tcp-ahead-sent", "../../tcp", "TestAckOfAFrameAhead", "an acknowledgement that came too early"},
 	{"tcp-ahead-greedy", "../../tcp", "TestWhatIsTakenAhead", "another stream waits: the device is 1"},
+	{"tcp-land-dry", "../../tcp", "TestNextFramesAreReadWhileCopiesPass", "1 copies have begun, want 4"},
+	{"tcp-land-early", "../../tcp", "TestNextFramesAreReadWhileCopiesPass", "0 copies have ended, and"},
+	{"tcp-land-part", "../../tcp", "TestPartOfAHeader", "within 30s"},
+	{"tcp-land-late", "../../tcp", "TestFramesWithoutASlotLetCopiesEnd", "told is \"device\""},
+	{"tcp-land-elsewhere", "../../tcp", "TestNothingLandsBehindAnotherDevice", "are copied behind another device's"},
+	{"tcp-answer-holds", "../../tcp", "TestAnswersHoldNoCopies", "nothing is copied"},
+	{"tcp-land-unadmitted", "../../tcp", "TestBadFrameBehindCopies", "when 0 copies were waited for"},
+	{"tcp-land-left", "../../tcp", "TestBadHeaderBehindCopies", "when 0 copies were waited for"},
+	{"tcp-land-fails-first", "../../tcp", "TestCopyFailsBesideOthers", "when 1 copies were waited for"},
+	{"tcp-stuck-unsaid", "../../tcp", "TestFailureBesideAStuckCopy", "within 30s"},
 	{"tcp-ahead-endless", "../../tcp", "TestWhatIsTakenAhead", "D is to open a stream: the device is 1"},
 }
 
