@@ -6,6 +6,8 @@ import (
 	"os"
 	"syscall"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // stopGrace is how long a frame of a transfer that was given up may stay without progress.
@@ -24,13 +26,16 @@ var errStuck = errors.New("a transfer was given up, and the decode agent does no
 func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64, err error) {
 	w := frameWriter{s: s, st: st, out: out, idle: stall{bound: s.t.cfg.StallTimeout}}
 	defer func() { sent = w.sealed(sent) }()
-	if err := w.seal(length); err != nil {
-		return 0, err
+	staged := s.t.devices.mover != nil && out != nil
+	if !staged || fault.On("tcp-ahead-unsealed") {
+		if err := w.seal(length); err != nil {
+			return 0, err
+		}
 	}
-	if s.t.devices.mover == nil || out == nil {
-		return w.write(st.vec, length, time.Time{})
+	if staged {
+		return w.writeStaged(&st.source, length)
 	}
-	return w.writeStaged(&st.source, length)
+	return w.write(st.vec, length, time.Time{})
 }
 
 // frameWriter writes parts of a frame to its stream.
@@ -87,25 +92,21 @@ func (w *frameWriter) send(vec []iovec, length uint64, until time.Time) (sent ui
 // attempt makes a system call until it need not wait, for one step of the bound: then the
 // answer is EAGAIN. Unless it waits, the call is made once.
 func (w *frameWriter) attempt(waits bool, call func(fd uintptr) (uintptr, syscall.Errno)) (n uintptr, errno syscall.Errno, err error) {
-	for again := true; again; {
-		w.st.conn.SetWriteDeadline(time.Now().Add(min(w.idle.next(), w.rest())))
-		if w.recalled() { // and so was the deadline set to now, perhaps
-			continue
-		}
-		err = w.st.raw.Write(func(fd uintptr) bool {
-			n, errno = call(fd)
-			return errno != syscall.EAGAIN || !waits
-		})
-		again = err != nil && w.recalled()
-	}
+	w.st.conn.SetWriteDeadline(time.Now().Add(min(w.idle.next(), w.rest())))
+	err = w.st.raw.Write(func(fd uintptr) bool {
+		n, errno = call(fd)
+		return errno != syscall.EAGAIN || !waits
+	})
 	if err != nil && w.idle.goesOn(err) {
 		return 0, syscall.EAGAIN, nil
 	}
 	return n, errno, err
 }
 
-// givenUp says whether the frame must end because its transfer was given up.
+// givenUp says whether the frame must end because its transfer was given up. It is asked after each step and between
+// parts, so that a frame that the stream has ahead is given back meanwhile: see returns.
 func (w *frameWriter) givenUp() error {
+	w.s.returns(w.st)
 	if w.idle.since >= stopGrace && w.stops() || w.rest() <= 0 {
 		return fmt.Errorf("%w: %w", errStuck, os.ErrDeadlineExceeded)
 	}

@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 	"unsafe"
@@ -82,7 +81,6 @@ type outStream struct {
 	hdr     [headerSize]byte
 	source  source
 	ahead   *outbound        // of the frame in source.later; nil: there is none
-	recall  atomic.Bool      // ahead was given up, and the frame is to be given back
 	sealed  *seals           // nil: the stream is plain
 	sealing sealing          // of the frame that is written
 	first   [headerSize]byte // of a sealed stream: P's welcome

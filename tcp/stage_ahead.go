@@ -2,7 +2,6 @@ package tcp
 
 import (
 	"slices"
-	"time"
 
 	"go.uber.org/zap"
 
@@ -71,9 +70,6 @@ func (s *sender) deviceAhead(st *outStream) int {
 // there is none. The frame's bytes are in source.later then; s.mu is held.
 func (s *sender) peekAhead(st *outStream) (*outbound, int) {
 	p, l := st.peer, &st.source.later
-	for len(p.queue) > 0 && !p.queue[0].due() { // given up while it stood in the queue
-		p.queue = p.queue[1:]
-	}
 	switch {
 	case st.dead || s.closed || len(p.queue) == 0 || p.queue[0].left == 0 || !p.uses(st):
 		return nil, -1
@@ -134,6 +130,7 @@ func (s *sender) goesOn(st *outStream) (*outbound, uint64) {
 	}
 	defer s.mu.Unlock()
 	c.now, c.later = c.later, c.now
+	c.now.begun = true
 	st.vec, c.later.frame = c.now.frame, st.vec
 	length := st.begins(out, c.now.piece)
 	s.nothingAhead(st, c.now.piece)
@@ -145,7 +142,6 @@ func (s *sender) goesOn(st *outStream) (*outbound, uint64) {
 func (s *sender) nothingAhead(st *outStream, cut piece) {
 	st.ahead.ahead -= cut.length
 	st.ahead = nil
-	st.recall.Store(false)
 }
 
 // giveBack gives the frame back that a stream has taken ahead, if there is one, when nothing is copied
@@ -175,27 +171,14 @@ func (s *sender) giveBack(st *outStream) {
 			st.peer.wake.Broadcast()
 		}
 	}
-	out.paces()
 	tell := s.settle(out)
 	s.mu.Unlock()
 	s.tell(out, tell)
 }
 
-// recall has the streams give a transfer's frames back that they have taken ahead; sender.mu is held.
-func (p *outPeer) recall(out *outbound) {
-	for i := range p.slots {
-		if st := p.slots[i].stream; st != nil && st.ahead == out { // a stream that has lost its place ends
-			st.recall.Store(true)
-			_ = st.conn.SetWriteDeadline(time.Now()) // it may wait for its peer
-		}
+// returns gives the frame back that a stream has ahead, if its transfer was given up.
+func (s *sender) returns(st *outStream) {
+	if out := st.ahead; out != nil && out.over.Load() && !fault.On("tcp-ahead-unasked") {
+		s.giveBack(st)
 	}
-}
-
-// recalled gives the frame ahead back if its transfer was given up.
-func (w *frameWriter) recalled() bool {
-	if !w.st.recall.Swap(false) {
-		return false
-	}
-	w.s.giveBack(w.st)
-	return true
 }

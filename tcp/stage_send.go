@@ -57,6 +57,7 @@ type sourceFrame struct {
 	rest  []iovec      // not begun; in store
 	parts []sourcePart // begun and not written
 	piece              // of a frame that was taken ahead; without bytes: there is none
+	begun bool         // it was taken ahead, so that parts of it have begun
 }
 
 // sourcePart is a part of a frame in memory that a socket can read once its copy has passed.
@@ -77,7 +78,7 @@ var noWait = func() context.Context {
 func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err error) {
 	w.idle.each = tenure
 	c.begins(w)
-	defer func() {
+	defer func() { // whatever fails: parts of the frame may have begun ahead
 		if err == nil {
 			return
 		}
@@ -87,6 +88,9 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
 		}
 	}()
+	if err := w.seal(length); err != nil {
+		return 0, err
+	}
 	for {
 		if c.done > 0 && c.done < length { // a part that is taken at once asks nobody
 			if err := w.givenUp(); err != nil {
@@ -127,10 +131,11 @@ func (c *source) until() time.Time {
 func (c *source) begins(w *frameWriter) {
 	c.w, c.now.frame, c.done = w, w.st.vec, 0
 	c.slow, c.yielded = c.yielded, false
-	if len(c.now.parts) == 0 {
+	if !c.now.begun {
 		c.device = nowhere
 		c.now.rewind(0)
 	}
+	c.now.begun = false
 }
 
 // rewind begins with the bytes that are not written.

@@ -142,9 +142,6 @@ func (out *outbound) fail(err error) {
 	if out.endLife != nil {
 		out.endLife()
 	}
-	if out.ahead > 0 && !fault.On("tcp-ahead-unasked") {
-		out.peer.recall(out)
-	}
 	out.left, out.todo, out.ask = 0, nil, false
 }
 

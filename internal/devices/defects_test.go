@@ -51,6 +51,7 @@ var defects = []struct{ name, room, test, says string }{
 	{"tcp-ahead-kept", "../../tcp", "TestSlowPeerHasNothingAhead", "0 bytes are left of the frame"},
 	{"tcp-ahead-lost", "../../tcp", "TestSlowPeerHasNothingAhead", "0 bytes are left of the frame"},
 	{"tcp-ahead-unfenced", "../../tcp", "TestStopOfAFrameAhead", "told while a copy may read"},
+	{"tcp-ahead-unsealed", "../../tcp", "TestNoSlateForAFrameAhead", "told while a copy may read"},
 	{"tcp-ahead-unasked", "../../tcp", "TestStopOfAFrameAhead", "the stream gives the frame back"},
 	{"tcp-ahead-stuck", "../../tcp", "TestAheadMayCopyForEver", "its blocks may be read for ever"},
 	{"tcp-ahead-unused", "../../tcp", "TestUnusedStreamHasNothingAhead", "by a stream that is not used"},

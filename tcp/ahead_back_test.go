@@ -1,0 +1,66 @@
+package tcp
+
+import (
+	"bytes"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
+	"github.com/kvconn/kvconn/rig/leaktest"
+)
+
+// TestNoSlateForAFrameAhead: there is no memory for the records of a frame whose first copy was begun ahead. The transfer's end waits for
+// that copy, and the next transfer's bytes are its own.
+func TestNoSlateForAFrameAhead(t *testing.T) {
+	leaktest.Check(t)
+	m := newGates(4, gateBytes)
+	cfg := patient
+	cfg.Encrypt = EncryptMust
+	p := onGates(t, cfg, m)
+	p.sender.tenure = time.Hour
+	d := newSizedAgent(t, Config{Encrypt: EncryptMust, Streams: 1, StallTimeout: time.Hour}, 4, gateBytes)
+	for range 8 {
+		s, err := newSlate()
+		mustBe(t, err)
+		d.slates.give(s)
+	}
+	mustBe(t, d.Connect("p", p.Endpoint(), p.admit(t, "d")))
+	p.stream(t, "d")
+	write := func(id core.TransferID, n int) {
+		grant := d.expect(t, id, "p", oneBlock(n))
+		pairs := []kv.Pair{{SrcOffset: uint64(n) * gateBytes, Length: gateBytes}}
+		p.Write(core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Pairs: pairs})
+	}
+	write("t0", 0)
+	write("t1", 1)
+	m.begins(t, 0, 2)
+	p.slates.mu.Lock()
+	p.slates.closed = true // it keeps no spare one
+	p.slates.mu.Unlock()
+	var was unix.Rlimit
+	mustBe(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &was))
+	few := was
+	few.Cur = 3
+	mustBe(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &few))
+	restore := func() { mustBe(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &was)) }
+	defer restore()
+	m.allow(0, 1)
+	told := func() bool { return len(p.sink.All("written", "t1")) > 0 }
+	until(t, "the copy is waited for", func() bool { return told() || m.sees(func() bool { return m.waited[0] == 2 }) })
+	if told() {
+		t.Error("the end was told while a copy may read")
+	}
+	m.allow(0, all)
+	wantNamed(t, p.sink.Wait("written", "t1", 1).Err, "memory for encrypted records")
+	restore()
+	write("t2", 2)
+	if o := d.sink.Wait("received", "t2", 1); o.Err != nil {
+		t.Error(o.Err)
+	}
+	if !bytes.Equal(d.mem[2*gateBytes:3*gateBytes], p.mem[2*gateBytes:3*gateBytes]) {
+		t.Error("another transfer's bytes came")
+	}
+}
