@@ -64,3 +64,53 @@ func TestNoSlateForAFrameAhead(t *testing.T) {
 		t.Error("another transfer's bytes came")
 	}
 }
+
+// aheadAtItsTurn is a stream that has written a frame of "t0", and has a frame of "t1" ahead. It goes on when the gate keeps no copy.
+func aheadAtItsTurn(t *testing.T, m *gates) (p *agent, d *rawConn, grants [2]random) {
+	t.Helper()
+	m.keep(1)
+	p, d, grants = ahead(t, patient, m, time.Hour)
+	d.takes(grants[0], gateBlock(0, 0))
+	until(t, "the frame is written", func() bool { return m.sees(func() bool { return m.keeping }) })
+	return p, d, grants
+}
+
+// TestStreamOfBeforeGoesOnWithNothing: D has opened the stream anew when the turn of the frame comes that the former stream has ahead. The
+// new one sends it.
+func TestStreamOfBeforeGoesOnWithNothing(t *testing.T) {
+	m := newGates(4, gateBytes)
+	p, d, grants := aheadAtItsTurn(t, m)
+	d.say(frameBytes(header{kind: frameAck, key: grants[0], length: gateBytes})) // else D is asked
+	until(t, "D's answer is there", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return p.sender.byID["t0"].acked
+	})
+	next := dial(t, p)
+	next.say(p.hello(t, "d", 1, 2, headerSize+gateBytes))
+	until(t, "the stream is opened anew", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return p.sender.peers["d"].slots[1].attempt == 2
+	})
+	m.allow(0, all)
+	m.keep(0)
+	next.takes(grants[1], gateBlock(0, 1))
+	next.acks(p, "t1", grants[1], gateBytes)
+	if o := p.sink.Wait("written", "t0", 1); o.Err != nil {
+		t.Error(o.Err)
+	}
+}
+
+// TestStopAtTheTurnOfAFrameAhead: no byte of a frame is sent that was ahead when its transfer was stopped.
+func TestStopAtTheTurnOfAFrameAhead(t *testing.T) {
+	m := newGates(4, gateBytes)
+	p, d, _ := aheadAtItsTurn(t, m)
+	p.Stop("t1")
+	m.allow(0, all)
+	m.keep(0)
+	d.takes(p.writes("t2", gateBlock(0, 2)), gateBlock(0, 2))
+	if o := p.sink.Wait("written", "t1", 1); o.Err == nil {
+		t.Error("a write that was stopped ended well")
+	}
+}

@@ -26,18 +26,20 @@ func TestCopiesGoOnBeyondAFrame(t *testing.T) {
 	for name, c := range map[string]struct {
 		first, second []gatePart // a frame each
 		one           bool       // transfer
+		slot          int        // bytes
 		begun         [2]int     // copies
 	}{
-		"one transfer":                {on(0, 0, 2), on(0, 4, 6), true, [2]int{4}},
-		"two transfers":               {on(0, 0, 2), on(0, 4, 6), false, [2]int{4}},
-		"host memory first":           {on(0, 0, 2), append(on(1, 0), on(0, 6)...), true, [2]int{3}},
-		"host memory last":            {append(on(0, 0), on(1, 0)...), append(on(0, 6), on(1, 2)...), true, [2]int{2}},
-		"the next is in host memory":  {on(0, 0, 2), on(1, 0, 2), false, [2]int{2}},
-		"the first is in host memory": {on(1, 0, 2), on(0, 0, 2), false, [2]int{}},
+		"one transfer":                {on(0, 0, 2), on(0, 4, 6), true, half, [2]int{4}},
+		"two transfers":               {on(0, 0, 2), on(0, 4, 6), false, half, [2]int{4}},
+		"more than a stream's slots":  {on(0, 0), on(0, 4, 6), false, half / 2, [2]int{window}},
+		"host memory first":           {on(0, 0, 2), append(on(1, 0), on(0, 6)...), true, half, [2]int{3}},
+		"host memory last":            {append(on(0, 0), on(1, 0)...), append(on(0, 6), on(1, 2)...), true, half, [2]int{2}},
+		"the next is in host memory":  {on(0, 0, 2), on(1, 0, 2), false, half, [2]int{2}},
+		"the first is in host memory": {on(1, 0, 2), on(0, 0, 2), false, half, [2]int{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			leaktest.Check(t)
-			m := newGates(8, half)
+			m := newGates(8, c.slot)
 			m.host = 1
 			p := onGates(t, patient, m)
 			d := dial(t, p)
@@ -50,14 +52,20 @@ func TestCopiesGoOnBeyondAFrame(t *testing.T) {
 				grants = append(grants, p.writes("t0", c.first...), p.writes("t1", c.second...))
 			}
 			d.say(hello)
-			until(t, "the copies have begun", func() bool { return m.sees(func() bool { return m.begun == c.begun }) })
+			if c.begun[0] > 0 {
+				m.isWaitedFor(t, 0, 1)
+			}
+			until(t, "the copies have begun", func() bool { return m.sees(func() bool { return m.begun[0] >= c.begun[0] }) })
+			if begun := [2]int{m.copies(0), m.copies(1)}; begun != c.begun {
+				t.Errorf("%d copies have begun, want %d", begun, c.begun)
+			}
 			m.allow(0, all)
 			d.takes(grants[0], c.first...)
 			d.takes(grants[1], c.second...)
 			if c.one {
 				d.acks(p, "t0", grants[0], 2*gateBytes)
 			} else {
-				d.acks(p, "t0", grants[0], gateBytes)
+				d.acks(p, "t0", grants[0], uint64(len(c.first)*half))
 				d.acks(p, "t1", grants[1], gateBytes)
 			}
 		})
@@ -122,13 +130,16 @@ func TestSlowPeerHasNothingAhead(t *testing.T) {
 	m := newGates(4, gateBytes)
 	p, d, grants := ahead(t, patient, m, tenure)
 	m.allow(0, all)
-	until(t, "nobody holds a slot", func() bool { return m.sees(func() bool { return m.held == 0 }) })
-	p.sender.mu.Lock()
-	out := p.sender.byID["t1"]
-	left, frames, bytes := out.left, out.frames, out.ahead
-	p.sender.mu.Unlock()
-	if left != gateBytes || frames != 0 || bytes != 0 {
-		t.Fatalf("%d bytes are left of the frame that was ahead, %d frames of the transfer are under way, %d bytes ahead", left, frames, bytes)
+	var left uint64
+	until(t, "the frame that was ahead is given back", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		out := p.sender.byID["t1"]
+		left = out.left
+		return out.frames == 0 && out.ahead == 0
+	})
+	if left != gateBytes {
+		t.Fatalf("%d bytes are left of the frame that was ahead", left)
 	}
 	other := dial(t, p)
 	other.say(p.hello(t, "d", 0, 2, 0))
@@ -242,7 +253,8 @@ func TestAckOfAFrameAhead(t *testing.T) {
 	m.allow(0, all)
 	d.takes(grant, gateBlock(0, 0))
 	d.takes(grant, gateBlock(0, 1))
-	if p.sink.Wait("written", "mark", 1); len(p.sink.All("written", "t")) > 0 {
+	d.takes(p.writes("after", gateBlock(0, 3)), gateBlock(0, 3)) // the stream has counted both frames
+	if len(p.sink.All("written", "t")) > 0 {
 		t.Error("a write has ended by an acknowledgement that came too early")
 	}
 	d.acks(p, "t", grant, 2*gateBytes)
@@ -294,25 +306,46 @@ func TestNoWaitWithASlot(t *testing.T) {
 	leaktest.Check(t)
 	const quarter = gateBytes / 4
 	m := newGates(1, quarter)
-	for device := range m.allowed {
-		m.allow(device, all)
-	}
+	m.free[0] = 2 // the second is for a frame ahead
 	p := onGates(t, patient, m)
 	d := dial(t, p)
 	hello := p.hello(t, "d", 0, 1, 0)
-	mixed := []gatePart{{0, 0, gateBytes / 2}, {1, 0, gateBytes / 2}}
+	frames := [][]gatePart{{{0, 0, quarter}}, {{0, 0, gateBytes / 2}, {1, 0, gateBytes / 2}}}
 	var grants []random
-	for i := range 4 {
-		grants = append(grants, p.writes(core.TransferID(fmt.Sprint("t", i)), mixed...))
+	for i := range 6 {
+		grants = append(grants, p.writes(core.TransferID(fmt.Sprint("t", i)), frames[i%2]...))
 	}
 	d.say(hello)
-	until(t, "the first copy is waited for", func() bool { return m.sees(func() bool { return m.waited[0] > 0 }) })
-	if m.sees(func() bool { return m.waits > 0 }) {
-		t.Fatal("a stream waits for a slot while it has one")
+	m.begins(t, 0, 2) // one of them is ahead
+	for device := range m.allowed {
+		m.allow(device, all)
 	}
 	for i, grant := range grants {
-		d.takes(grant, mixed...)
-		d.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
+		d.takes(grant, frames[i%2]...)
+		d.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, []uint64{quarter, gateBytes}[i%2])
+	}
+}
+
+// TestAheadAfterSeveralDevices: a frame whose parts lie on several devices is no reason to copy nothing ahead of those behind it.
+func TestAheadAfterSeveralDevices(t *testing.T) {
+	leaktest.Check(t)
+	const half = gateBytes / 2
+	m := newGates(8, half)
+	m.allow(0, 1)
+	m.allow(1, all)
+	p := onGates(t, patient, m)
+	d := dial(t, p)
+	hello := p.hello(t, "d", 0, 1, 0)
+	mixed := []gatePart{{0, 0, half}, {1, 0, half}}
+	grant := p.writes("t0", mixed...)
+	for i := range 2 {
+		p.writes(core.TransferID(fmt.Sprint("t", i+1)), gateBlock(0, i+1))
+	}
+	d.say(hello)
+	d.takes(grant, mixed...)
+	m.isWaitedFor(t, 0, 2)
+	if n := m.copies(0); n != 5 {
+		t.Errorf("%d copies have begun, want those of two frames, and one", n)
 	}
 }
 

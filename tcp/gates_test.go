@@ -33,7 +33,9 @@ type gates struct {
 	fails   [2]int // the copy of each device that fails, from 1
 	early   int    // slots that were given back before their copies were waited for
 	held    int
-	waits   int // for a slot that have begun while one was held
+	keeps   int  // the copy of device 0 whose slot's Release does not return, from 1
+	keeping bool // it was called
+	waits   int  // for a slot that have begun while one was held
 }
 
 const gateBytes = 8 << 20 // of a slot, and of a frame
@@ -51,6 +53,14 @@ func (m *gates) allow(device, copies int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.allowed[device] = copies
+	m.changed.Broadcast()
+}
+
+// keep has the Release of the slot of device 0's copy of a number not return, 0: of none.
+func (m *gates) keep(number int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.keeps = number
 	m.changed.Broadcast()
 }
 
@@ -139,6 +149,10 @@ func (s *gateSlot) Release() {
 	if s.number > 0 && !s.waited {
 		m.early++
 	}
+	for s.device == 0 && m.keeps == s.number && s.number > 0 {
+		m.keeping = true
+		m.changed.Wait()
+	}
 	m.free[s.device]++
 	m.held--
 	m.changed.Broadcast()
@@ -169,6 +183,7 @@ func onGates(t *testing.T, cfg Config, m *gates) *agent {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
+		m.keep(0)
 		for device := range m.allowed {
 			m.allow(device, all)
 		}

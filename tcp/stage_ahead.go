@@ -20,7 +20,7 @@ import (
 // copyAhead begins to copy the next frame's first parts, as far as there are slots.
 func (c *source) copyAhead() {
 	s, st, l := c.w.s, c.w.st, &c.later
-	for c.staged < window && c.device >= 0 {
+	for (c.staged < window || c.staged < 2*window && fault.On("tcp-ahead-wide")) && c.device >= 0 {
 		device := c.deviceAhead()
 		if device < 0 || device != c.device && !fault.On("tcp-ahead-elsewhere") {
 			return
@@ -123,7 +123,10 @@ func (s *sender) goesOn(st *outStream) (*outbound, uint64) {
 	}
 	s.mu.Lock()
 	out := st.ahead
-	if st.dead || s.closed || !st.peer.uses(st) && !fault.On("tcp-ahead-unused") || out.err != nil {
+	switch {
+	case (st.dead || s.closed) && !fault.On("tcp-ahead-dead"), // another stream, or none, sends the frame
+		!st.peer.uses(st) && !fault.On("tcp-ahead-unused"),
+		out.err != nil && !fault.On("tcp-ahead-stopped"):
 		s.mu.Unlock()
 		s.giveBack(st)
 		return nil, 0

@@ -132,7 +132,9 @@ func (c *source) begins(w *frameWriter) {
 	c.w, c.now.frame, c.done = w, w.st.vec, 0
 	c.slow, c.yielded = c.yielded, false
 	if !c.now.begun {
-		c.device = nowhere
+		if !fault.On("tcp-device-kept") {
+			c.device = nowhere
+		}
 		c.now.rewind(0)
 	}
 	c.now.begun = false
