@@ -114,3 +114,110 @@ func TestStopAtTheTurnOfAFrameAhead(t *testing.T) {
 		t.Error("a write that was stopped ended well")
 	}
 }
+
+// TestIdleStreamGetsTheFrameAhead: a stream has nothing to send, and another one has a frame ahead, whose peer does not take the frame
+// before it. The stream that is idle sends it.
+func TestIdleStreamGetsTheFrameAhead(t *testing.T) {
+	m := newGates(4, gateBytes)
+	p, d, grants := ahead(t, patient, m, time.Hour)
+	m.allow(0, all)
+	idle := dial(t, p)
+	idle.say(p.hello(t, "d", 0, 2, 0))
+	until(t, "the frame goes by the stream that is idle", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		sent := p.sender.byID["t1"].sent
+		return len(sent) > 0 && sent[0].number == 0
+	})
+	idle.takes(grants[1], gateBlock(0, 1))
+	idle.acks(p, "t1", grants[1], gateBytes)
+	d.takes(grants[0], gateBlock(0, 0))
+	d.acks(p, "t0", grants[0], gateBytes)
+}
+
+// TestHostMemoryBeforeAFrameAhead: the peer does not take a part in host memory. The frame ahead is given back, and copied again at its
+// turn, but not as for a slow peer: its slots were not held up by a part of its own.
+func TestHostMemoryBeforeAFrameAhead(t *testing.T) {
+	leaktest.Check(t)
+	const half = gateBytes / 2
+	m := newGates(4, gateBytes)
+	m.host = 1
+	m.allow(0, all)
+	cfg := patient
+	cfg.FrameBytes = 3 * half
+	p := onGates(t, cfg, m)
+	d := deafTo(t, p)
+	hello := p.hello(t, "d", 0, 1, 0)
+	mixed := []gatePart{{0, 0, 8}, {1, 0, 3*half - 8}}
+	first, second := p.writes("t0", mixed...), p.writes("t1", gateBlock(0, 1))
+	d.say(hello)
+	m.begins(t, 0, 2)
+	until(t, "the frame ahead is given back", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		return p.sender.byID["t1"].frames == 0
+	})
+	d.takes(first, mixed...)
+	d.takes(second, gateBlock(0, 1))
+	var n int
+	m.sees(func() bool { n = m.sizes[0][2]; return true })
+	if n != gateBytes {
+		t.Errorf("the copy at its turn has %d bytes", n)
+	}
+}
+
+// TestRunsCountOnce: the pieces of a plan count once as segments of a transfer, also if they are cut again.
+func TestRunsCountOnce(t *testing.T) {
+	const blocks, block = 4096, 1024
+	for _, slots := range []Mover{nil, newFewSlots(32, 512<<10)} {
+		cfg := Config{Mover: slots}
+		p, d := newSizedAgent(t, cfg, blocks, block), newSizedAgent(t, Config{Streams: 1}, blocks, block)
+		mustBe(t, d.Connect("p", p.Endpoint(), p.admit(t, "d")))
+		match, err := kv.NewMatch(p.layout.Shapes(), d.layout.Shapes())
+		mustBe(t, err)
+		var src, dst []kv.BlockID // of which no two are neighbours
+		for i := range kv.BlockID(blocks / 2) {
+			src, dst = append(src, 2*i), append(dst, blocks-1-2*i)
+		}
+		to, err := match.Landing(kv.Selection{Blocks: [][]kv.BlockID{dst}})
+		mustBe(t, err)
+		grant, err := d.ExpectPlan("t", "p", to)
+		mustBe(t, err)
+		op := core.WriteOp{ID: "t", Peer: "d", Grant: grant}
+		op.Plan, err = match.Plan(kv.Selection{Blocks: [][]kv.BlockID{src}}, kv.Selection{Blocks: [][]kv.BlockID{dst}}, nil, nil)
+		mustBe(t, err)
+		p.Write(op)
+		if o := p.sink.Wait("written", "t", 1); o.Err != nil || o.Stats.Segments != blocks/2 {
+			t.Errorf("%v, %d segments, want %d", o.Err, o.Stats.Segments, blocks/2)
+		}
+	}
+}
+
+// TestRunsCutAgain: a plan that is cut from its begin again has no more runs than before.
+func TestRunsCutAgain(t *testing.T) {
+	const blocks, block = 4 * maxVector, 8
+	p := newSizedAgent(t, Config{}, blocks, block)
+	match, err := kv.NewMatch(p.layout.Shapes(), p.layout.Shapes())
+	mustBe(t, err)
+	ids := make([]kv.BlockID, blocks/2)
+	for i := range ids {
+		ids[i] = kv.BlockID(2 * i)
+	}
+	some := kv.Selection{Blocks: [][]kv.BlockID{ids}}
+	plan, err := match.Plan(some, some, nil, nil)
+	mustBe(t, err)
+	g := given{layout: p.layout}
+	for _, s := range stretchesOf(nil, p.layout, &core.WriteOp{Plan: plan}) {
+		g.add(&s)
+	}
+	const total = blocks / 2 * block
+	for _, from := range []uint64{0, total / 3, 0} {
+		for at := from; at < total; {
+			_, n := g.fill(make([]iovec, 0, 100), at, total-at)
+			at += n
+		}
+		if g.runs != blocks/2 {
+			t.Errorf("%d runs, want %d", g.runs, blocks/2)
+		}
+	}
+}

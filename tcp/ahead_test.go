@@ -32,7 +32,7 @@ func TestCopiesGoOnBeyondAFrame(t *testing.T) {
 		"one transfer":                {on(0, 0, 2), on(0, 4, 6), true, half, [2]int{4}},
 		"two transfers":               {on(0, 0, 2), on(0, 4, 6), false, half, [2]int{4}},
 		"more than a stream's slots":  {on(0, 0), on(0, 4, 6), false, half / 2, [2]int{window}},
-		"host memory first":           {on(0, 0, 2), append(on(1, 0), on(0, 6)...), true, half, [2]int{3}},
+		"host memory first":           {on(0, 0, 2), append(on(1, 0), on(0, 6)...), true, half, [2]int{2}},
 		"host memory last":            {append(on(0, 0), on(1, 0)...), append(on(0, 6), on(1, 2)...), true, half, [2]int{2}},
 		"the next is in host memory":  {on(0, 0, 2), on(1, 0, 2), false, half, [2]int{2}},
 		"the first is in host memory": {on(1, 0, 2), on(0, 0, 2), false, half, [2]int{}},
@@ -112,16 +112,28 @@ func TestStopOfAFrameAhead(t *testing.T) {
 // TestAheadMayCopyForEver: if the device does not end a copy that was begun ahead, nobody hears of an end of that transfer. The other
 // one ends well.
 func TestAheadMayCopyForEver(t *testing.T) {
-	m := newGates(4, gateBytes)
-	m.lost = 2
-	p, d, grants := ahead(t, patient, m, time.Hour)
-	m.allow(0, all)
-	p.Stop("t1")
-	d.takes(grants[0], gateBlock(0, 0))
-	d.acks(p, "t0", grants[0], gateBytes)
-	_ = p.Close()
-	if told := p.sink.All("written", "t1"); len(told) > 0 {
-		t.Errorf("its blocks may be read for ever, and %+v", told)
+	for name, tenure := range map[string]time.Duration{"the transfer is stopped": time.Hour, "the peer is slow": tenure} {
+		t.Run(name, func(t *testing.T) {
+			m := newGates(4, gateBytes)
+			m.lost = 2
+			p, d, grants := ahead(t, patient, m, tenure)
+			m.allow(0, all)
+			if tenure == time.Hour {
+				p.Stop("t1")
+			}
+			until(t, "nothing more of the transfer is sent", func() bool {
+				p.sender.mu.Lock()
+				defer p.sender.mu.Unlock()
+				out := p.sender.byID["t1"]
+				return out == nil || out.ahead == 0 && out.err != nil
+			})
+			d.takes(grants[0], gateBlock(0, 0))
+			d.acks(p, "t0", grants[0], gateBytes)
+			_ = p.Close()
+			if told := p.sink.All("written", "t1"); len(told) > 0 {
+				t.Errorf("its blocks may be read for ever, and %+v", told)
+			}
+		})
 	}
 }
 
@@ -135,8 +147,11 @@ func TestSlowPeerHasNothingAhead(t *testing.T) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
 		out := p.sender.byID["t1"]
+		if out == nil || out.frames > 0 || out.ahead > 0 {
+			return false
+		}
 		left = out.left
-		return out.frames == 0 && out.ahead == 0
+		return true
 	})
 	if left != gateBytes {
 		t.Fatalf("%d bytes are left of the frame that was ahead", left)
@@ -213,25 +228,26 @@ func TestUnusedStreamHasNothingAhead(t *testing.T) {
 	cfg.First = 1
 	m := newGates(4, gateBytes)
 	p, d, grants := ahead(t, cfg, m, time.Hour)
-	used := dial(t, p)
+	other := p.writes("t2", gateBlock(0, 2)) // the used one has a frame of its own
+	used := deafTo(t, p)
 	used.say(p.hello(t, "d", 0, 2, 0))
-	p.stream(t, "d")
+	m.begins(t, 0, 3)
 	m.allow(0, all)
 	d.takes(grants[0], gateBlock(0, 0))
-	on := -1
-	until(t, "the frame that was ahead has begun", func() bool {
+	begun := false
+	until(t, "the frame is not ahead any more", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		if sent := p.sender.byID["t1"].sent; len(sent) > 0 {
-			on = sent[0].number
-		}
-		return on >= 0
+		out := p.sender.byID["t1"]
+		begun = len(out.sent) > 0
+		return out.ahead == 0
 	})
-	if on != 0 {
+	if begun {
 		t.Fatal("the frame that was ahead goes by a stream that is not used")
 	}
+	used.takes(other, gateBlock(0, 2))
 	used.takes(grants[1], gateBlock(0, 1))
-	for i, grant := range grants {
+	for i, grant := range append(grants[:], other) {
 		used.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
 	}
 }
@@ -273,7 +289,7 @@ func TestNothingAheadElsewhere(t *testing.T) {
 	p.writes("t1", gateBlock(1, 0))
 	d.say(hello)
 	until(t, "the first copy is waited for", func() bool { return m.sees(func() bool { return m.waited[0] > 0 }) })
-	if m.sees(func() bool { return m.begun[1] > 0 }) {
+	if m.sees(func() bool { return m.begun != [2]int{1, 0} }) {
 		t.Fatal("bytes of another device were copied ahead")
 	}
 	p.Stop("t0")
@@ -372,25 +388,28 @@ func TestWhatIsTakenAhead(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		change func()
-		device int
+		taken  bool
 	}{
-		"a frame":                                {func() {}, 1},
-		"a frame that asks":                      {func() { out.left, out.ask = 0, true }, -1},
-		"a transfer that was given up":           {func() { out.left = 0 }, -1},
-		"no frame":                               {func() { peer.queue = nil }, -1},
-		"another stream waits":                   {func() { peer.waits = 1 }, -1},
-		"D is to open a stream":                  {func() { peer.asks = true }, -1},
-		"D is to open a stream anew":             {func() { peer.stuck = &outStream{} }, -1},
-		"D is to open this one anew":             {func() { peer.stuck = st }, 1},
-		"D is to hear that a transfer lives":     {func() { st.rested = make([]random, 1) }, -1},
-		"a stream from which nothing comes back": {func() { st.deaf = true }, -1},
-		"a stream that has ended":                {func() { st.dead = true }, -1},
-		"a sender that is closed":                {func() { s.closed = true }, -1},
+		"a frame":                                {func() {}, true},
+		"a frame that asks":                      {func() { out.left, out.ask = 0, true }, false},
+		"a transfer that was given up":           {func() { out.left = 0 }, false},
+		"no frame":                               {func() { peer.queue = nil }, false},
+		"another stream waits":                   {func() { peer.waits = 1 }, false},
+		"D is to open a stream":                  {func() { peer.asks = true }, false},
+		"D is to open a stream anew":             {func() { peer.stuck = &outStream{} }, false},
+		"D is to open this one anew":             {func() { peer.stuck = st }, true},
+		"D is to hear that a transfer lives":     {func() { st.rested = make([]random, 1) }, false},
+		"a stream from which nothing comes back": {func() { st.deaf = true }, false},
+		"a stream that has ended":                {func() { st.dead = true }, false},
+		"a sender that is closed":                {func() { s.closed = true }, false},
 	} {
 		peer.queue, peer.waits, out.left = []*outbound{out}, 0, 8
 		c.change()
-		if _, device := s.peekAhead(st); device != c.device {
-			t.Errorf("%s: the device is %d, want %d", name, device, c.device)
+		if taken := s.mayTakeAhead(st, 1); taken != c.taken {
+			t.Errorf("%s: it is taken: %t", name, taken)
+		}
+		if s.mayTakeAhead(st, 0) {
+			t.Errorf("%s: a frame on another device is taken", name)
 		}
 		peer.asks, peer.stuck, st.rested, st.deaf, st.dead, s.closed, out.ask = false, nil, nil, false, false, false, false
 	}

@@ -27,7 +27,8 @@ type gates struct {
 	host    int // the region of no device
 	bytes   int
 	begun   [2]int
-	waited  [2]int // copies that somebody has waited for, by the last of them
+	sizes   [2][]int // of the copies
+	waited  [2]int   // copies that somebody has waited for, by the last of them
 	allowed [2]int
 	lost    int    // the copy of device 0 that may read for ever, from 1
 	fails   [2]int // the copy of each device that fails, from 1
@@ -122,6 +123,7 @@ func (s *gateSlot) Copy(runs []Run) {
 	defer s.m.mu.Unlock()
 	s.m.begun[s.device]++
 	s.number = s.m.begun[s.device]
+	s.m.sizes[s.device] = append(s.m.sizes[s.device], at)
 }
 
 func (s *gateSlot) Wait() error {

@@ -4,6 +4,7 @@ import (
 	"slices"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -23,6 +24,7 @@ type stretch struct {
 	position, end uint64
 	runs          []run
 	plan          kv.Plan // in place of the runs
+	counted       uint64  // the plan's runs up to this position are in given.runs
 	// next is the index of the run at position begins. Bytes that are read in order need no search.
 	next   int
 	begins uint64
@@ -104,7 +106,7 @@ func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64
 			continue
 		}
 		if s.plan != nil {
-			s = g.cut(s.plan, at)
+			s = g.cut(s, at)
 		}
 		cur := s.seek(at)
 		var n uint64
@@ -114,9 +116,9 @@ func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64
 	return v, total
 }
 
-// cut is the window of a plan that has the byte at a position.
-func (g *given) cut(plan kv.Plan, at uint64) *stretch {
-	w := &g.window
+// cut is the window of a stretch's plan that has the byte at a position. Its runs count once, also if they are cut again.
+func (g *given) cut(of *stretch, at uint64) *stretch {
+	w, plan := &g.window, of.plan
 	if w.plan == plan && at >= w.position && at < w.end {
 		return w
 	}
@@ -128,7 +130,12 @@ func (g *given) cut(plan kv.Plan, at uint64) *stretch {
 	}
 	runs, bytes := sourceRuns(w.runs[:0], 0, g.layout, pairs)
 	*w = stretch{position: at, end: at + bytes, runs: runs, plan: plan, begins: at}
-	g.runs += len(runs)
+	for end, i := at, 0; i < len(runs); i++ {
+		if end += runs[i].len; end > of.counted || fault.On("tcp-runs-again") {
+			g.runs++
+		}
+	}
+	of.counted = max(of.counted, w.end)
 	return w
 }
 

@@ -74,17 +74,18 @@ func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64
 	if out.left == 0 {
 		return v, out.total, 0 // the frame asks D
 	}
-	v, position, n = out.peek(v, limit)
-	out.todo.Drop(n)
-	out.left -= n
-	return v, position, n
-}
-
-// peek puts the same bytes into a vector as cut would. There are some.
-func (out *outbound) peek(v []iovec, limit uint64) (_ []iovec, position, n uint64) {
 	next := out.todo[0]
 	v, n = out.given.fill(v, next.From, min(limit, next.To-next.From))
+	out.todo.Drop(n)
+	out.left -= n
 	return v, next.From, n
+}
+
+// next is the address of the first byte to send. There is one.
+func (out *outbound) next() uintptr {
+	var one [1]iovec
+	v, _ := out.given.fill(one[:0], out.todo[0].From, 1)
+	return v[0].base
 }
 
 // due says whether there is a frame to send, that is, whether it is in the queue.

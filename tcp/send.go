@@ -351,14 +351,21 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 			p.queue = p.queue[1:]
 		}
 	}
-	out.ask = false
 	var cut piece
-	st.vec, cut.position, cut.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
+	st.vec, cut = s.cut(out, append(st.vec[:0], iovec{}))
+	return out, st.begins(out, cut)
+}
+
+// cut cuts the next frame of a transfer, which has left the queue, into a stream's vector. The transfer goes to the queue's end if it
+// has more; s.mu is held.
+func (s *sender) cut(out *outbound, v []iovec) (_ []iovec, cut piece) {
+	out.ask = false
+	v, cut.position, cut.length = out.cut(v, s.t.cfg.FrameBytes)
 	out.frames++
 	if out.left > 0 {
-		p.queue = append(p.queue, out)
+		out.peer.queue = append(out.peer.queue, out)
 	}
-	return out, st.begins(out, cut)
+	return v, cut
 }
 
 // begins begins a frame that is cut into the stream's vector; sender.mu is held.

@@ -22,9 +22,10 @@ import (
 // fewSlots is a Mover whose device is host memory, with so few slots that streams starve each
 // other if they may.
 type fewSlots struct {
-	free  chan []byte
-	taken atomic.Int64 // in all
-	early atomic.Int64 // given back before their copies were waited for
+	free   chan []byte
+	taken  atomic.Int64 // in all
+	copies atomic.Int64 // that have begun
+	early  atomic.Int64 // given back before their copies were waited for
 }
 
 func newFewSlots(slots, bytes int) *fewSlots {
@@ -64,6 +65,7 @@ func (s *fewSlot) Memory() []byte { return s.b }
 
 func (s *fewSlot) Copy(runs []Run) {
 	s.copying = true
+	s.m.copies.Add(1)
 	at := 0
 	for _, r := range runs {
 		device := unsafe.Slice(*(**byte)(unsafe.Pointer(&r.Addr)), r.Len)

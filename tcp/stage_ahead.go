@@ -14,103 +14,74 @@ import (
 // the frame's transfer was given up. So no transfer waits for another one's peer.
 //
 // Nothing is copied ahead on another device than the present frame's: a device that does not answer
-// holds up transfers of its own memory only. A frame is taken ahead only with a slot for it that nobody
-// waits for, and only if no other stream waits for a frame.
+// holds up transfers of its own memory only. A frame that begins in host memory is not taken ahead.
+//
+// A frame is taken ahead only with a slot for it that nobody waits for, and only if no other stream waits
+// for a frame. If one waits later, the stream gives the frame back to it.
 
 // copyAhead begins to copy the next frame's first parts, as far as there are slots.
 func (c *source) copyAhead() {
 	s, st, l := c.w.s, c.w.st, &c.later
 	for (c.staged < window || c.staged < 2*window && fault.On("tcp-ahead-wide")) && c.device >= 0 {
-		device := c.deviceAhead()
-		if device < 0 || device != c.device && !fault.On("tcp-ahead-elsewhere") {
+		if l.length > 0 && !l.beginsHost(&s.t.devices, c.device) {
 			return
 		}
-		slot, err := s.t.devices.mover.Slot(noWait, device, FromDevice, st.peer.id)
+		slot, err := s.t.devices.mover.Slot(noWait, c.device, FromDevice, st.peer.id)
 		if slot == nil || err != nil { // an error is seen when the stream needs a slot
 			return
 		}
-		if l.length == 0 {
-			if !s.takeAhead(st, device) {
-				slot.Release()
-				return
-			}
-			l.rewind(0)
-			c.deviceAhead()
+		if l.length == 0 && !s.takeAhead(st, c.device) {
+			slot.Release()
+			return
 		}
 		c.beginCopy(l, slot)
 	}
 }
 
-// deviceAhead is the device of the next part that can be copied ahead, -1 if there is none. The parts
-// before it that lie in host memory have begun then.
-func (c *source) deviceAhead() int {
-	l, d := &c.later, &c.w.s.t.devices
-	if l.length == 0 {
-		return c.w.s.deviceAhead(c.w.st)
-	}
-	for len(l.rest) > 0 {
-		device, n, bytes := d.alike(l.rest, ^uint64(0))
-		if device >= 0 {
-			return device
+// beginsHost begins the parts that lie in host memory, up to one on a device; false if none lies on this device.
+func (f *sourceFrame) beginsHost(d *devices, device int) bool {
+	for len(f.rest) > 0 {
+		on, n, bytes := d.alike(f.rest, ^uint64(0))
+		if on >= 0 {
+			return on == device || fault.On("tcp-ahead-elsewhere")
 		}
-		l.beginHost(n, bytes)
+		f.beginHost(n, bytes)
 	}
-	return -1
+	return false
 }
 
-// deviceAhead is the first device of the frame that a stream can take ahead, -1 if there is none.
-func (s *sender) deviceAhead(st *outStream) int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	_, device := s.peekAhead(st)
-	return device
-}
-
-// peekAhead is the transfer whose frame a stream can take ahead, and the frame's first device, -1 if
-// there is none. The frame's bytes are in source.later then; s.mu is held.
-func (s *sender) peekAhead(st *outStream) (*outbound, int) {
-	p, l := st.peer, &st.source.later
+// mayTakeAhead says whether a stream may take the next frame of the queue ahead, and the frame begins on this device; s.mu is held.
+func (s *sender) mayTakeAhead(st *outStream, device int) bool {
+	p := st.peer
 	switch {
 	case st.dead || s.closed || len(p.queue) == 0 || p.queue[0].left == 0 || !p.uses(st):
-		return nil, -1
+		return false
 	case p.waits > 0 && !fault.On("tcp-ahead-greedy"):
-		return nil, -1
+		return false
 	case (p.stuck != nil && p.stuck != st || p.asks || len(st.rested) > 0) && !fault.On("tcp-ahead-endless"): // the frames of no transfer would have no end to wait for
-		return nil, -1
+		return false
 	}
+	on := s.t.devices.of(p.queue[0].next())
+	return on == device || on >= 0 && fault.On("tcp-ahead-elsewhere")
+}
+
+// takeAhead cuts the next frame off the queue into a stream's source, if it may.
+func (s *sender) takeAhead(st *outStream, device int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.mayTakeAhead(st, device) {
+		return false
+	}
+	p, l := st.peer, &st.source.later
 	if l.frame == nil {
 		l.frame = make([]iovec, 0, maxVector)
 	}
 	out := p.queue[0]
-	l.frame, l.position, _ = out.peek(append(l.frame[:0], st.header()), s.t.cfg.FrameBytes)
-	return out, s.t.devices.first(l.frame)
-}
-
-// first is the device of the first entry that lies on one, -1 if none does.
-func (d *devices) first(vec []iovec) int {
-	if i := slices.IndexFunc(vec, func(v iovec) bool { return d.of(v.base) >= 0 }); i >= 0 {
-		return d.of(vec[i].base)
-	}
-	return -1
-}
-
-// takeAhead cuts the next frame off the queue into a stream's source, if its first device is this one.
-func (s *sender) takeAhead(st *outStream, device int) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	out, first := s.peekAhead(st)
-	if first < 0 || first != device {
-		return false
-	}
-	p, l := st.peer, &st.source.later
-	l.frame, l.position, l.length = out.cut(append(l.frame[:0], st.header()), s.t.cfg.FrameBytes) // the same bytes
-	p.queue = p.queue[1:]
-	st.ahead, out.ask = out, false
-	out.frames++
+	p.queue, st.ahead = p.queue[1:], out
+	l.frame, l.piece = s.cut(out, append(l.frame[:0], st.header()))
 	out.ahead += l.length
-	if out.left > 0 {
-		p.queue = append(p.queue, out)
-	}
+	l.rewind(0)
+	l.beginHost(1, headerSize)
 	return true
 }
 
@@ -160,6 +131,9 @@ func (s *sender) giveBack(st *outStream) {
 	s.nothingAhead(st, cut)
 	l.piece = piece{}
 	if !ended && !fault.On("tcp-ahead-stuck") {
+		if !fault.On("tcp-ahead-stuck-on") {
+			out.fail(ErrMayCopy) // frames stays, so that nobody is told
+		}
 		s.mu.Unlock()
 		s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(out.id)), zap.Error(ErrMayCopy))
 		return
@@ -179,9 +153,16 @@ func (s *sender) giveBack(st *outStream) {
 	s.tell(out, tell)
 }
 
-// returns gives the frame back that a stream has ahead, if its transfer was given up.
+// returns gives the frame back that a stream has ahead, if its transfer was given up, or if another stream has nothing to send.
 func (s *sender) returns(st *outStream) {
-	if out := st.ahead; out != nil && out.over.Load() && !fault.On("tcp-ahead-unasked") {
+	if st.ahead == nil {
+		return
+	}
+	s.mu.Lock()
+	p := st.peer
+	back := st.ahead.err != nil && !fault.On("tcp-ahead-unasked") || p.waits > 0 && len(p.queue) == 0 && !fault.On("tcp-ahead-hoarded")
+	s.mu.Unlock()
+	if back {
 		s.giveBack(st)
 	}
 }

@@ -146,9 +146,13 @@ func (f *sourceFrame) rewind(done uint64) {
 	f.rest = drop(f.store, uintptr(done))
 }
 
-// yield gives all slots back.
+// yield gives all slots back. A peer that only holds up the slots of the next frame is no slow one for that frame: a part in host
+// memory may take as long as it takes.
 func (c *source) yield() bool {
-	c.slow, c.yielded = true, true
+	c.slow = true
+	if slices.ContainsFunc(c.now.parts, func(p sourcePart) bool { return p.slot != nil }) || fault.On("tcp-host-slow") {
+		c.yielded = true
+	}
 	c.mayCopy = !c.ends(&c.now)
 	if !fault.On("tcp-ahead-kept") {
 		c.w.s.giveBack(c.w.st)
@@ -168,7 +172,10 @@ func (c *source) next() (*sourcePart, error) {
 			break
 		}
 	}
-	if len(c.now.parts) == 0 {
+	switch {
+	case len(c.now.parts) == 0 && len(c.now.rest) > 0:
+		return nil, errors.New("a frame's bytes are left, and no part has begun")
+	case len(c.now.parts) == 0:
 		return nil, nil
 	}
 	if len(c.now.rest) == 0 && (!c.slow || fault.On("tcp-ahead-slow")) {
