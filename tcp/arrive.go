@@ -61,17 +61,16 @@ func (s *inStream) headerIsThere() (is bool) {
 	return is && err == nil
 }
 
-// arrived says that no more of a frame is read: it is whole, or err ends the stream. A frame that takes no slot does not
-// push out the copies of the frames before it, so that they are ended here.
+// arrived says that no more of a frame is read: it is whole, or err ends the stream, and all its copies with it. A frame without
+// bytes does not push out the copies of the frames before it, so that they are ended here.
 func (s *inStream) arrived(f *arrival, err error) error {
 	s.landing.now, f.over = nil, true
-	s.landing.unready() // the next frame's device may be another one
 	alone := f.slots == 0
-	if err != nil || alone && !fault.On("tcp-land-late") {
+	if alone && !fault.On("tcp-land-late") {
 		err = cmp.Or(err, s.landStarted(0))
 	}
 	if alone || fault.On("tcp-land-early") {
-		err = cmp.Or(err, s.landed(f))
+		err = cmp.Or(err, s.say(s.landed(f, nil)...))
 	}
 	return err
 }
@@ -116,15 +115,22 @@ func (s *inStream) landStarted(most int) error {
 			over = append(over, slot.frame)
 		}
 	}
-	err := s.lose(lost, over)
+	var room [window]reply
+	replies := s.lose(lost, over, room[:0])
 	for _, f := range over {
-		err = cmp.Or(err, s.landed(f))
+		replies = s.landed(f, replies)
+		if fault.On("tcp-answer-each") {
+			_ = s.say(replies...)
+		}
 	}
-	return err
+	return s.say(replies...) // P may not read it: whatever has ended is told before
 }
 
 // lose ends the transfers of which a copy has failed. Their frames count no more.
-func (s *inStream) lose(lost []lostCopy, over []*arrival) (err error) {
+func (s *inStream) lose(lost []lostCopy, over []*arrival, replies []reply) []reply {
+	if !fault.On("tcp-land-goes-on") {
+		over = append(over, s.landing.now)
+	}
 	for i, c := range lost {
 		same := func(o lostCopy) bool { return o.in == c.in }
 		if slices.ContainsFunc(lost[:i], same) {
@@ -135,15 +141,15 @@ func (s *inStream) lose(lost []lostCopy, over []*arrival) (err error) {
 				c.err = o.err
 			}
 		}
-		for _, f := range append(over, s.landing.now) {
+		for _, f := range over {
 			if f != nil && f.in == c.in {
 				f.in = nil
 			}
 		}
 		s.r.copyFailed(c.in, c.err)
-		err = cmp.Or(err, s.answered(c.in.grant))
+		replies = append(replies, s.r.ended(c.in.grant))
 	}
-	return err
+	return replies
 }
 
 // fails ends the transfer of the frame that is read for its memory's fault, when this stream copies nothing any more.
@@ -154,11 +160,11 @@ func (s *inStream) fails(f *arrival, err error) error {
 	in := f.in
 	f.in = nil
 	s.r.copyFailed(in, err)
-	return s.answered(in.grant)
+	return s.say(s.r.ended(in.grant))
 }
 
-// landed counts a frame's bytes, once. With the last ones it ends the transfer.
-func (s *inStream) landed(f *arrival) error {
+// landed counts a frame's bytes, once. With the last ones it ends the transfer. It appends what is to be answered.
+func (s *inStream) landed(f *arrival, replies []reply) []reply {
 	in, n, whole, cuts := f.in, f.got, f.got == f.length, f.cuts
 	if in != nil && !whole { // P may send the rest again
 		in.claimed.mu.Lock()
@@ -172,13 +178,13 @@ func (s *inStream) landed(f *arrival) error {
 	s.landing.rests = append(s.landing.rests, f)
 	if in == nil {
 		s.r.mu.Unlock()
-		return nil
+		return replies
 	}
 	in.got += n
 	in.cuts += cuts
 	gone := s.r.byID[in.id] != in
 	var end *outcome
-	if in.got == in.total && whole {
+	if in.got == in.total && (whole || !fault.On("tcp-part-last")) { // another stream may have brought the rest of a part
 		if end = s.r.ends(in); end != nil {
 			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
 		}
@@ -186,15 +192,13 @@ func (s *inStream) landed(f *arrival) error {
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.took().Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
-	case !whole:
-		return nil
-	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop
-		return s.answered(in.grant)
-	case end == nil:
-		return nil
+	case end != nil:
+		s.r.tell(in, end, stats, nil)
+		replies = append(replies, reply{header: header{kind: frameAck, key: in.grant, length: stats.Bytes}})
+	case gone && whole: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop
+		replies = append(replies, s.r.ended(in.grant))
 	}
-	s.r.tell(in, end, stats, nil)
-	return s.send(&header{kind: frameAck, key: in.grant, length: stats.Bytes})
+	return replies
 }
 
 // holdsNothing returns when a write need not wait for the peer, or no copy of this stream is under way: a slow peer must not hold up

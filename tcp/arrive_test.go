@@ -5,11 +5,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/kv"
@@ -22,19 +19,26 @@ const small = 64
 // lands is a D on gates, and the P of so many of its streams.
 func lands(t *testing.T, m *gates, streams int) (d *agent, p []*rawConn) {
 	t.Helper()
+	d, p, _ = landsFrom(t, m, streams)
+	return d, p
+}
+
+// landsFrom is lands, with the P that takes more streams.
+func landsFrom(t *testing.T, m *gates, streams int) (d *agent, p []*rawConn, from *fakeP) {
+	t.Helper()
 	leaktest.Check(t)
 	cfg := patient
 	cfg.First, cfg.CloseGrace = streams, 100*time.Millisecond
 	d = onGates(t, cfg, m)
 	clear(d.mem)
-	from := newFakeP(t, d, "p")
+	from = newFakeP(t, d, "p")
 	p = make([]*rawConn, streams)
 	for range streams {
 		c, h := from.stream()
 		n, _ := h.stream()
 		p[n] = c
 	}
-	return d, p
+	return d, p, from
 }
 
 // lands expects a transfer of frames of small bytes, each at the begin of its block.
@@ -131,19 +135,17 @@ func TestPartOfAHeader(t *testing.T) {
 	}
 }
 
-// TestFramesWithoutASlotLetCopiesEnd: frames that take no slot follow each other. They do not put off the end of a copy before them.
+// TestFramesWithoutASlotLetCopiesEnd: frames without bytes follow each other. They do not put off the end of a copy before them.
 func TestFramesWithoutASlotLetCopiesEnd(t *testing.T) {
 	m := newGates(4, small)
-	m.host = 1
 	d, p := lands(t, m, 1)
 	m.allow(0, all)
-	device, first, second := d.lands(t, "device", [2]int{0, 0}), d.lands(t, "first", [2]int{1, 0}), d.lands(t, "second", [2]int{1, 1})
-	p[0].say(smallFrame(device, 0), smallFrame(first, 0), smallFrame(second, 0))
-	for _, id := range []core.TransferID{"device", "first", "second"} {
-		d.sink.Wait("received", id, 1)
-	}
-	if told := d.sink.All("received", ""); told[2].ID != "second" {
-		t.Errorf("the last one that was told is %q", told[2].ID)
+	unknown := frameBytes(header{kind: frameData, key: newRandom()})
+	p[0].say(smallFrame(d.lands(t, "t", [2]int{0, 0}), 0), unknown, unknown)
+	for i, kind := range []frameKind{frameNack, frameAck, frameNack} {
+		if h := p[0].next(); h.kind != kind {
+			t.Errorf("answer %d is %+v, want kind %d", i, h, kind)
+		}
 	}
 }
 
@@ -169,42 +171,6 @@ func TestNothingLandsBehindAnotherDevice(t *testing.T) {
 	case <-time.After(bound):
 		t.Fatal("the revoke waits for another device")
 	}
-}
-
-// TestAnswersHoldNoCopies: P reads no answers. D ends the copies that are under way before it waits for that, since a revoke waits for them.
-func TestAnswersHoldNoCopies(t *testing.T) {
-	m := newGates(4, small)
-	d, _ := lands(t, m, 1)
-	m.allow(0, all)
-	here, _ := tcpPair(t)
-	raw, err := here.SyscallConn()
-	if err != nil {
-		t.Fatal(err)
-	}
-	full := func() (is bool) {
-		mustBe(t, raw.Control(func(fd uintptr) { is = !polled(fd, unix.POLLOUT) }))
-		return is
-	}
-	for !full() {
-		_ = here.SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
-		_, _ = here.Write(make([]byte, 1<<20))
-	}
-	in := &inbound{copies: copies{all: new(atomic.Int64)}}
-	s := &inStream{r: &d.receiver, conn: here, raw: raw, peer: &inPeer{}}
-	slot, err := m.Slot(noWait, 0, ToDevice, "p")
-	mustBe(t, err)
-	in.copies.add()
-	slot.Copy(nil)
-	s.landing.slots = []landed{{Slot: slot, in: in, frame: &arrival{slots: 1}}}
-	answered := make(chan error, 1)
-	go func() { answered <- s.answer(&header{kind: frameNack}, "") }()
-	until(t, "nothing is copied", func() bool {
-		in.copies.mu.Lock()
-		defer in.copies.mu.Unlock()
-		return in.copies.n == 0
-	})
-	here.Close()
-	<-answered
 }
 
 // TestBadFrameBehindCopies: a frame that D does not admit ends its transfer, when the copies of the frame before it have ended.

@@ -7,6 +7,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/hostmem"
 )
 
@@ -39,15 +40,41 @@ func (r *receiver) failed(in *inbound, err error) {
 	r.fail(in, err)
 }
 
-// answered tells P how a transfer has ended that is not expected any more.
-func (s *inStream) answered(grant random) error {
-	s.r.mu.Lock()
-	h, fault := s.r.done.answer(grant)
-	s.r.mu.Unlock()
-	return s.answer(&h, fault)
+// reply is an answer to P, with the text behind its header.
+type reply struct {
+	header
+	text string
 }
 
-func (s *inStream) answer(h *header, text string) error {
+// ended is what P is told of a transfer that is not expected any more.
+func (r *receiver) ended(grant random) (to reply) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	to.header, to.text = r.done.answer(grant)
+	return to
+}
+
+// say answers P. When one answer was not written whole, P can read no other one on this stream. What the stream holds up is
+// ended before an answer is sealed: it may have answers of its own, which are sealed and written then.
+func (s *inStream) say(replies ...reply) (err error) {
+	for i := range replies {
+		if s.mute != nil && !fault.On("tcp-answer-again") {
+			return s.mute
+		}
+		if !fault.On("tcp-answer-sealed-first") {
+			if err := s.holdsNothing(); err != nil {
+				return err
+			}
+		}
+		if s.mute = s.write(&replies[i]); s.mute != nil && !fault.On("tcp-answer-again") {
+			return s.mute
+		}
+	}
+	return s.mute
+}
+
+func (s *inStream) write(to *reply) error {
+	h, text := &to.header, to.text
 	b := make([]byte, headerSize, headerSize+len(text))
 	h.encode((*[headerSize]byte)(b))
 	b = append(b, text...)
@@ -57,8 +84,10 @@ func (s *inStream) answer(h *header, text string) error {
 			return err
 		}
 	}
-	if err := s.holdsNothing(); err != nil {
-		return err
+	if fault.On("tcp-answer-sealed-first") {
+		if err := s.holdsNothing(); err != nil {
+			return err
+		}
 	}
 	s.conn.SetWriteDeadline(time.Now().Add(s.r.t.cfg.StallTimeout))
 	_, err := s.conn.Write(b)

@@ -36,6 +36,7 @@ type gates struct {
 	held    int
 	keeps   int  // the copy of device 0 whose slot's Release does not return, from 1
 	keeping bool // it was called
+	waiting int  // for a slot, now
 	waits   int  // for a slot that have begun while one was held
 }
 
@@ -90,7 +91,9 @@ func (m *gates) Slot(ctx context.Context, device int, to Direction, _ core.Agent
 			m.waits++
 			return nil, errors.New("the stream would wait for itself")
 		}
+		m.waiting++
 		m.changed.Wait()
+		m.waiting--
 	}
 	m.free[device]--
 	m.held++
