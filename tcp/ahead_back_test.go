@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"bytes"
+	"fmt"
 	"testing"
 	"time"
 
@@ -166,58 +167,53 @@ func TestHostMemoryBeforeAFrameAhead(t *testing.T) {
 	}
 }
 
-// TestRunsCountOnce: the pieces of a plan count once as segments of a transfer, also if they are cut again.
-func TestRunsCountOnce(t *testing.T) {
-	const blocks, block = 4096, 1024
-	for _, slots := range []Mover{nil, newFewSlots(32, 512<<10)} {
-		cfg := Config{Mover: slots}
-		p, d := newSizedAgent(t, cfg, blocks, block), newSizedAgent(t, Config{Streams: 1}, blocks, block)
-		mustBe(t, d.Connect("p", p.Endpoint(), p.admit(t, "d")))
-		match, err := kv.NewMatch(p.layout.Shapes(), d.layout.Shapes())
-		mustBe(t, err)
-		var src, dst []kv.BlockID // of which no two are neighbours
-		for i := range kv.BlockID(blocks / 2) {
-			src, dst = append(src, 2*i), append(dst, blocks-1-2*i)
-		}
-		to, err := match.Landing(kv.Selection{Blocks: [][]kv.BlockID{dst}})
-		mustBe(t, err)
-		grant, err := d.ExpectPlan("t", "p", to)
-		mustBe(t, err)
-		op := core.WriteOp{ID: "t", Peer: "d", Grant: grant}
-		op.Plan, err = match.Plan(kv.Selection{Blocks: [][]kv.BlockID{src}}, kv.Selection{Blocks: [][]kv.BlockID{dst}}, nil, nil)
-		mustBe(t, err)
-		p.Write(op)
-		if o := p.sink.Wait("written", "t", 1); o.Err != nil || o.Stats.Segments != blocks/2 {
-			t.Errorf("%v, %d segments, want %d", o.Err, o.Stats.Segments, blocks/2)
-		}
+// TestStreamEndsWithAFrameAhead: the stream breaks. Both frames come by the next one.
+func TestStreamEndsWithAFrameAhead(t *testing.T) {
+	m := newGates(4, gateBytes)
+	p, d, grants := ahead(t, patient, m, time.Hour)
+	_ = d.Close()
+	until(t, "the stream gives the frame back", func() bool { return m.sees(func() bool { return m.waited[0] == 2 }) })
+	m.allow(0, all)
+	c := dial(t, p)
+	c.say(p.hello(t, "d", 1, 2, 0))
+	h := c.next()
+	first := 0
+	if h.key == grants[1] {
+		first = 1
+	}
+	c.rest(h, gateBlock(0, first))
+	c.takes(grants[1-first], gateBlock(0, 1-first))
+	for i, grant := range grants {
+		c.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
 	}
 }
 
-// TestRunsCutAgain: a plan that is cut from its begin again has no more runs than before.
-func TestRunsCutAgain(t *testing.T) {
-	const blocks, block = 4 * maxVector, 8
-	p := newSizedAgent(t, Config{}, blocks, block)
-	match, err := kv.NewMatch(p.layout.Shapes(), p.layout.Shapes())
-	mustBe(t, err)
-	ids := make([]kv.BlockID, blocks/2)
-	for i := range ids {
-		ids[i] = kv.BlockID(2 * i)
+// TestUnusedStreamHasNothingAhead: a stream that is not used any more does not go on with the frame that it has ahead.
+func TestUnusedStreamHasNothingAhead(t *testing.T) {
+	cfg := patient
+	cfg.First = 1
+	m := newGates(4, gateBytes)
+	p, d, grants := ahead(t, cfg, m, time.Hour)
+	other := p.writes("t2", gateBlock(0, 2)) // the used one has a frame of its own
+	used := deafTo(t, p)
+	used.say(p.hello(t, "d", 0, 2, 0))
+	m.begins(t, 0, 3)
+	m.allow(0, all)
+	d.takes(grants[0], gateBlock(0, 0))
+	begun := false
+	until(t, "the frame is not ahead any more", func() bool {
+		p.sender.mu.Lock()
+		defer p.sender.mu.Unlock()
+		out := p.sender.byID["t1"]
+		begun = len(out.sent) > 0
+		return out.ahead == 0
+	})
+	if begun {
+		t.Fatal("the frame that was ahead goes by a stream that is not used")
 	}
-	some := kv.Selection{Blocks: [][]kv.BlockID{ids}}
-	plan, err := match.Plan(some, some, nil, nil)
-	mustBe(t, err)
-	g := given{layout: p.layout}
-	for _, s := range stretchesOf(nil, p.layout, &core.WriteOp{Plan: plan}) {
-		g.add(&s)
-	}
-	const total = blocks / 2 * block
-	for _, from := range []uint64{0, total / 3, 0} {
-		for at := from; at < total; {
-			_, n := g.fill(make([]iovec, 0, 100), at, total-at)
-			at += n
-		}
-		if g.runs != blocks/2 {
-			t.Errorf("%d runs, want %d", g.runs, blocks/2)
-		}
+	used.takes(other, gateBlock(0, 2))
+	used.takes(grants[1], gateBlock(0, 1))
+	for i, grant := range append(grants[:], other) {
+		used.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
 	}
 }

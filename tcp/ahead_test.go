@@ -137,7 +137,8 @@ func TestAheadMayCopyForEver(t *testing.T) {
 	}
 }
 
-// TestSlowPeerHasNothingAhead: when the peer is slow, the frame ahead is given back whole, and no other one is taken. Another stream sends it.
+// TestSlowPeerHasNothingAhead: when the peer is slow, the frame ahead is given back whole, and no other one is taken. Another stream
+// sends it.
 func TestSlowPeerHasNothingAhead(t *testing.T) {
 	m := newGates(4, gateBytes)
 	p, d, grants := ahead(t, patient, m, tenure)
@@ -199,57 +200,6 @@ func TestSlowPeerGetsOneSlot(t *testing.T) {
 		out := p.sender.byID["t"]
 		return out.left == 0 && out.frames == 0
 	})
-}
-
-// TestStreamEndsWithAFrameAhead: the stream breaks. Both frames come by the next one.
-func TestStreamEndsWithAFrameAhead(t *testing.T) {
-	m := newGates(4, gateBytes)
-	p, d, grants := ahead(t, patient, m, time.Hour)
-	_ = d.Close()
-	until(t, "the stream gives the frame back", func() bool { return m.sees(func() bool { return m.waited[0] == 2 }) })
-	m.allow(0, all)
-	c := dial(t, p)
-	c.say(p.hello(t, "d", 1, 2, 0))
-	h := c.next()
-	first := 0
-	if h.key == grants[1] {
-		first = 1
-	}
-	c.rest(h, gateBlock(0, first))
-	c.takes(grants[1-first], gateBlock(0, 1-first))
-	for i, grant := range grants {
-		c.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
-	}
-}
-
-// TestUnusedStreamHasNothingAhead: a stream that is not used any more does not go on with the frame that it has ahead.
-func TestUnusedStreamHasNothingAhead(t *testing.T) {
-	cfg := patient
-	cfg.First = 1
-	m := newGates(4, gateBytes)
-	p, d, grants := ahead(t, cfg, m, time.Hour)
-	other := p.writes("t2", gateBlock(0, 2)) // the used one has a frame of its own
-	used := deafTo(t, p)
-	used.say(p.hello(t, "d", 0, 2, 0))
-	m.begins(t, 0, 3)
-	m.allow(0, all)
-	d.takes(grants[0], gateBlock(0, 0))
-	begun := false
-	until(t, "the frame is not ahead any more", func() bool {
-		p.sender.mu.Lock()
-		defer p.sender.mu.Unlock()
-		out := p.sender.byID["t1"]
-		begun = len(out.sent) > 0
-		return out.ahead == 0
-	})
-	if begun {
-		t.Fatal("the frame that was ahead goes by a stream that is not used")
-	}
-	used.takes(other, gateBlock(0, 2))
-	used.takes(grants[1], gateBlock(0, 1))
-	for i, grant := range append(grants[:], other) {
-		used.acks(p, core.TransferID(fmt.Sprint("t", i)), grant, gateBytes)
-	}
 }
 
 // TestAckOfAFrameAhead: D cannot have the bytes of a frame that was taken ahead, and an acknowledgement that says so frees no block.

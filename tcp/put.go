@@ -27,7 +27,7 @@ func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64
 	w := frameWriter{s: s, st: st, out: out, idle: stall{bound: s.t.cfg.StallTimeout}}
 	defer func() { sent = w.sealed(sent) }()
 	staged := s.t.devices.mover != nil && out != nil
-	if !staged || fault.On("tcp-ahead-unsealed") {
+	if !staged || fault.On("tcp-ahead-unsealed") { // else it is sealed where its copies are ended if that fails
 		if err := w.seal(length); err != nil {
 			return 0, err
 		}

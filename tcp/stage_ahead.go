@@ -17,7 +17,8 @@ import (
 // holds up transfers of its own memory only. A frame that begins in host memory is not taken ahead.
 //
 // A frame is taken ahead only with a slot for it that nobody waits for, and only if no other stream waits
-// for a frame. If one waits later, the stream gives the frame back to it.
+// for a frame. If another stream waits for one later, or the frame's transfer is given up, the stream
+// sees that within tenure, and between two parts: see returns.
 
 // copyAhead begins to copy the next frame's first parts, as far as there are slots.
 func (c *source) copyAhead() {

@@ -82,7 +82,6 @@ var defects = []struct{ name, room, test, says string }{
 	{"tcp-land-ready", "../../tcp", "TestSlotOfARevokedTransfer", "by a slot of another one"},
 	{"tcp-part-last", "../../tcp", "TestPartOfAFrameIsTheLast", "the part is answered: []"},
 	{"tcp-land-unadmitted", "../../tcp", "TestBadFrameBehindCopies", "when 0 copies were waited for"},
-	{"tcp-land-left", "../../tcp", "TestCutWithCopiesUnderWay", "received"},
 	{"tcp-land-left", "../../tcp", "TestBadHeaderBehindCopies", "when 0 copies were waited for"},
 	{"tcp-land-fails-first", "../../tcp", "TestCopyFailsBesideOthers", "when 1 copies were waited for"},
 	{"tcp-stuck-unsaid", "../../tcp", "TestFailureBesideAStuckCopy", "within 30s"},
