@@ -1,6 +1,7 @@
 package core
 
 import (
+	"iter"
 	"time"
 
 	"github.com/kvconn/kvconn/kv"
@@ -165,3 +166,29 @@ func (Await) action()       {}
 func (Yield) action()       {}
 func (StopWrite) action()   {}
 func (Report) action()      {}
+
+// MaxLocked is how many transfers of a peer's message a user with a lock should give at a
+// time, so that the engine's calls get in between.
+const MaxLocked = 8
+
+// Parts cuts the answers to a renewal up, for a user with a lock: see MaxLocked. Answers that
+// are not as many as the transfers stay whole, for the machine to refuse.
+func (r SendRenew) Parts(answers []Answer) iter.Seq2[SendRenew, []Answer] {
+	return func(yield func(SendRenew, []Answer) bool) {
+		if len(answers) != len(r.Loads)+len(r.Claims) {
+			yield(r, answers)
+			return
+		}
+		for rest := r; ; {
+			part := SendRenew{Peer: r.Peer, Loads: rest.Loads[:min(MaxLocked, len(rest.Loads))]}
+			part.Claims = rest.Claims[:min(MaxLocked-len(part.Loads), len(rest.Claims))]
+			rest.Loads, rest.Claims = rest.Loads[len(part.Loads):], rest.Claims[len(part.Claims):]
+			part.More = len(rest.Loads)+len(rest.Claims) > 0
+			n := len(part.Loads) + len(part.Claims)
+			if !yield(part, answers[:n]) || !part.More {
+				return
+			}
+			answers = answers[n:]
+		}
+	}
+}

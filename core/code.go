@@ -37,6 +37,20 @@ func (c Code) String() string {
 	return "code-" + strconv.Itoa(int(c))
 }
 
+// AtPeer is how one side's end reads on the other. It also bounds what comes
+// from the network to the codes there are.
+func (c Code) AtPeer() Code {
+	switch _, known := codeNames[c]; {
+	case c == Cancelled:
+		return PeerCancelled
+	case c == Closed:
+		return PeerLost
+	case !known:
+		return Failed
+	}
+	return c
+}
+
 // Target names the prefill engine that a load is from, or, in a part, a rank of it.
 type Target struct {
 	Bootstrap      string // as the router gave it, "http://host:port"
@@ -107,3 +121,12 @@ const (
 func (a LoadAnswer) String() string {
 	return [...]string{"accepted", "refused", "say-hello", "absent"}[a]
 }
+
+// Account is whom a D agent's places count under: see package natsbus, which knows what an agent has proved. Agents cost nothing
+// to make, so those of one account share what the account gets. Empty is an account like others.
+type Account string
+
+// Moment is a point in what the engine has queued on a device, as the engine's agent has
+// numbered it: it passes when all that was queued before it is done. A machine knows no more
+// of it, not even an order. 0 is a moment that has passed.
+type Moment uint64

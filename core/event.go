@@ -6,7 +6,7 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// Event is what has happened, as the user of a Machine tells it to [Machine.Step]. The concrete types follow.
+// Event is what has happened, as the user of a Machine tells it to machine.Machine.Step. The concrete types follow.
 // Requests, Announce, Cancel and Withdraw are the engine's: the machine may refuse them. Messages are a peer's. The
 // others are outcomes of actions, words of the agent, and the time.
 type Event interface{ event() }
@@ -19,6 +19,26 @@ type OfferRequest struct {
 	Token  uint64 // given back in the Report
 	Prompt uint64 // fingerprint of the prompt that the blocks are the cache of; 0: not said
 	After  Moment // from which on the blocks hold the transfer; 0: they hold it
+}
+
+// PartialOffer is the engine's word that some blocks of a transfer are ready, while it
+// computes the rest: those that a D has asked for move meanwhile. An OfferRequest must follow, with
+// these blocks and the others, or Withdraw. If the transfer was given up meanwhile, the OfferRequest
+// tells its end; here that is no error.
+type PartialOffer struct {
+	ID     TransferID
+	First  []uint32       // per group, with its first blocks: as of Selection
+	Blocks [][]kv.BlockID // per group: the blocks that follow those given before
+	// Ready is, per group, how many blocks of the prompt, from its start, are ready.
+	Ready []uint32
+	// Regions in which they are ready, ascending; nil: all.
+	Regions []uint32
+	Prompt  uint64 // as of OfferRequest, with the first partial offer at the latest; once said, it holds
+	// After is the moment from which on they are ready; 0: they are.
+	After Moment
+	// Computing is as Ready, of the blocks that the engine's step computes: a later
+	// PartialOffer says in which regions they are ready. Here it is only checked.
+	Computing []uint32
 }
 
 // ClaimRequest is the engine's word that it knows a request and will load the transfer when it has

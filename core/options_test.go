@@ -7,7 +7,7 @@ import (
 
 // TestOptionsDefaults: Options that set nothing are the Defaults.
 func TestOptionsDefaults(t *testing.T) {
-	if got := (Options{}).withDefaults(); !reflect.DeepEqual(got, Defaults) {
+	if got := (Options{}).WithDefaults(); !reflect.DeepEqual(got, Defaults) {
 		t.Errorf("Options that set nothing are %+v, want %+v", got, Defaults)
 	}
 }

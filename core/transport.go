@@ -55,16 +55,6 @@ func MayLandIn(regions map[string]bool) error {
 	return fmt.Errorf("copies to region %q%s have not ended: %w", names, more, ErrMayLand)
 }
 
-func transportCode(err error) Code {
-	switch {
-	case errors.Is(err, ErrConnectionLost):
-		return PeerLost
-	case errors.Is(err, ErrNotExpected):
-		return PeerCancelled
-	}
-	return Failed
-}
-
 // TransferID names one transfer; minted by the router.
 type TransferID string
 

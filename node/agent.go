@@ -12,6 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/giveback"
@@ -272,7 +273,7 @@ func (a *Agent) use(layout *kv.Layout, t *transports) error {
 		partial: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesPartial += bytes }) }}
 	return a.halves.move(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
-		a.halves.machine = core.New(layout, a.cfg.machineOptions())
+		a.halves.machine = machine.New(layout, a.cfg.machineOptions())
 	})
 }
 

@@ -9,6 +9,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -16,7 +17,7 @@ import (
 type stepping struct {
 	core.Sink
 	t *testing.T
-	*core.Machine
+	*machine.Machine
 	all     *transports
 	reports []core.Report
 }
@@ -64,7 +65,7 @@ func TestPairCountsWhatDecodeHas(t *testing.T) {
 				t.Fatal(err)
 			}
 			cfg := testConfig(RolePrefill)
-			s := &stepping{t: t, Machine: core.New(layout, core.Options{})}
+			s := &stepping{t: t, Machine: machine.New(layout, core.Options{})}
 			s.all = newTransports("self", &cfg, zap.NewNop(), nil, s, nil)
 			s.all.add(new(reached))
 			s.all.pair(aPeer)

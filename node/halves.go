@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -34,7 +35,7 @@ type halves struct {
 
 	mu          sync.Mutex
 	state       agentState
-	machine     *core.Machine
+	machine     *machine.Machine
 	outstanding int  // accepted offers and loads without a report
 	memory      todo // actions of core.OfMemory
 	control     todo // the others; it is woken while the machine is busy, too

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -81,7 +82,7 @@ func TestMessagesOfManyTransfers(t *testing.T) {
 			t.Fatalf("a hello that fits is refused: %+v", rep)
 		}
 		taken := &partsTaken{clock: &countedClock{Clock: a.halves.clock}, holds: map[int]int{}, seen: map[core.TransferID]int{}}
-		a.halves.clock, a.halves.machine = taken.clock, core.New(a.halves.machine.Layout(), core.Options{OnStep: taken.step})
+		a.halves.clock, a.halves.machine = taken.clock, machine.New(a.halves.machine.Layout(), core.Options{OnStep: taken.step})
 		req.From = c.from
 		rep := a.server.serve("via", req)
 		if req.Kind == wire.KindRenew && len(rep.Statuses) != 2048 {

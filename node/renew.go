@@ -8,6 +8,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
@@ -68,7 +69,7 @@ func (t *transports) renew(h *halves) error {
 }
 
 // inUse refuses a call while something of before is left.
-func inUse(m *core.Machine, changed error) error {
+func inUse(m *machine.Machine, changed error) error {
 	if !m.AnyGiven() || fault.On("renewed-in-use") {
 		return nil
 	}

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
@@ -19,7 +20,7 @@ func (s *side) recorded() *coretest.Record {
 	opt.OnStep = r.Add
 	s.halves.mu.Lock()
 	defer s.halves.mu.Unlock()
-	s.halves.machine = core.New(s.halves.machine.Layout(), opt)
+	s.halves.machine = machine.New(s.halves.machine.Layout(), opt)
 	return r
 }
 

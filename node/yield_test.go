@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -17,12 +18,12 @@ func TestYield(t *testing.T) {
 	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
 	t.Cleanup(func() { a.cancel(); a.wg.Wait() })
 	a.halves.mu.Lock()
-	a.halves.machine = core.New(a.halves.machine.Layout(), core.Options{MaxTransfers: places, Ends: 1, EarlyLoad: time.Hour})
+	a.halves.machine = machine.New(a.halves.machine.Layout(), core.Options{MaxTransfers: places, Ends: 1, EarlyLoad: time.Hour})
 	a.halves.mu.Unlock()
 	for i := range places {
 		a.halves.tell(core.RenewMessage{From: "d", Account: "many", Claims: []core.TransferID{core.TransferID(fmt.Sprint("claim", i))}})
 	}
-	claim := core.RenewMessage{From: "e", Account: "few", Claims: []core.TransferID{core.PartID("shares", kv.Share{Of: shares})}}
+	claim := core.RenewMessage{From: "e", Account: "few", Claims: []core.TransferID{machine.PartID("shares", kv.Share{Of: shares})}}
 	if answer := a.halves.tell(claim).(core.AnswerRenew).Answers[0]; answer.Status != core.StatusEarly {
 		t.Fatalf("%+v", answer)
 	}

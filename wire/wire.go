@@ -131,7 +131,7 @@ type Shape struct {
 
 // Load asks P to write a transfer into D's blocks.
 type Load struct {
-	TransferID string   `msg:"t,limit=144"` // of a part: core.PartID
+	TransferID string   `msg:"t,limit=144"` // of a part: core/machine.PartID
 	Transport  string   `msg:"tr,limit=16"`
 	Grant      []byte   `msg:"g,limit=4096"`
 	Groups     []Blocks `msg:"b,limit=16"`

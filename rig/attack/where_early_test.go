@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -55,7 +56,7 @@ func (h *honest) early(t testing.TB, p, d *victim, id string) {
 func sharedClaims() *wire.Request {
 	r := &wire.Renew{}
 	for i := range core.Defaults.MaxTransfers / kv.MaxShares {
-		r.Claims = append(r.Claims, string(core.PartID(core.TransferID(fmt.Sprint("taken", i)), kv.Share{Of: kv.MaxShares})))
+		r.Claims = append(r.Claims, string(machine.PartID(core.TransferID(fmt.Sprint("taken", i)), kv.Share{Of: kv.MaxShares})))
 	}
 	return &wire.Request{Kind: wire.KindRenew, Renew: r}
 }

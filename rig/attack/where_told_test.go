@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -21,7 +22,7 @@ func guesses(ids ...string) (list []*wire.Request) {
 		return &wire.Request{Kind: wire.KindLoad, Load: l}
 	}
 	for _, id := range ids {
-		part := string(core.PartID(core.TransferID(id), kv.Share{Of: 2}))
+		part := string(machine.PartID(core.TransferID(id), kv.Share{Of: 2}))
 		list = append(list, load(id, "tcp", 1), load(id, "rdma", 1), load(id, "tcp", 1<<31), load(part, "tcp", 1),
 			&wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{Loads: []string{id, part}, Claims: []string{id, part}}},
 			&wire.Request{Kind: wire.KindFinish, Finishes: []wire.Finish{

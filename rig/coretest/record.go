@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -39,7 +40,7 @@ func (r *Record) Add(now time.Time, e core.Event, actions []core.Action) {
 func (r *Record) Replay(t testing.TB, layout *kv.Layout, opt core.Options) map[string]int {
 	t.Helper()
 	opt.OnStep = nil
-	m, kinds := core.New(layout, opt), map[string]int{}
+	m, kinds := machine.New(layout, opt), map[string]int{}
 	for i, s := range r.Steps {
 		kinds[reflect.TypeOf(s.Event).Name()]++
 		if got := m.Step(s.Now, s.Event); !reflect.DeepEqual(got, s.Actions) {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -93,7 +94,7 @@ func (dl *deal) part(k int, p *host) core.TransferID {
 	if dl.plain() {
 		return dl.id
 	}
-	return core.PartID(dl.id, dl.share(k, p))
+	return machine.PartID(dl.id, dl.share(k, p))
 }
 
 func (dl *deal) share(k int, p *host) kv.Share {

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 )
 
 // host is one rank of an engine. Its memory stays where it is. Its process may be stopped,
@@ -50,7 +51,7 @@ type agent struct {
 	w       *world
 	host    *host
 	id      core.AgentID
-	m       *core.Machine
+	m       *machine.Machine
 	ledger  *ledger
 	opened  time.Duration // by this process's clock
 	began   time.Duration // the same by the world's
@@ -70,7 +71,7 @@ type agent struct {
 func (h *host) open() *agent {
 	w := h.w
 	h.opened++
-	a := &agent{w: w, host: h, id: core.AgentID(h.name), m: core.New(h.geometry.layout(), w.plan.opt), ledger: newLedger(), opened: w.now + h.skew, began: w.now}
+	a := &agent{w: w, host: h, id: core.AgentID(h.name), m: machine.New(h.geometry.layout(), w.plan.opt), ledger: newLedger(), opened: w.now + h.skew, began: w.now}
 	if h.opened > 1 {
 		a.id = core.AgentID(fmt.Sprintf("%s.%d", h.name, h.opened))
 	}

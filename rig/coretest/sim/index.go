@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -89,7 +90,7 @@ func (a *agent) misplaced(id core.TransferID, blocks []kv.BlockID) {
 		wrong[i] = b - b%ring + (b+1)%ring
 	}
 	r := core.PartialOffer{ID: id, First: w.begin(), Blocks: [][]kv.BlockID{wrong}, Prompt: w.prompts[id].p}
-	probe := core.New(a.host.layout(), w.plan.opt) // of no transfer: what the machine knows stays as it is
+	probe := machine.New(a.host.layout(), w.plan.opt) // of no transfer: what the machine knows stays as it is
 	if answer, _ := core.Split(probe.Step(time.Unix(0, 0), r)); answer == nil {
 		w.fault(id, "%s: entries %v of rings of %d are taken for positions from %d on", a.id, wrong, ring, w.plan.begin)
 	}

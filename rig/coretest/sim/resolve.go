@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
 )
 
 // resolve answers from memory or starts one look-up per target.
@@ -96,7 +97,7 @@ func (a *agent) resolvedEngine(r core.Resolve, found []core.FoundPart) {
 	}
 	told := map[core.TransferID]core.AgentID{}
 	for i := range found {
-		told[core.PartID(r.ID, found[i].Share)] = found[i].Peer
+		told[machine.PartID(r.ID, found[i].Share)] = found[i].Peer
 	}
 	defer a.checkTold(r, told)()
 	a.checkStale(r.ID, r.Seq, func() {

@@ -1,5 +1,5 @@
 // Package sim runs prefill and decode engines of several ranks in one thread. The
-// core.Machines are real. Models stand for the node around them (node.go), the transport
+// machine.Machines are real. Models stand for the node around them (node.go), the transport
 // (transport.go), the control plane (net.go), and engines that use their blocks again as
 // soon as they have them back (engine.go).
 //
@@ -60,7 +60,7 @@ type Result struct {
 	Took        time.Duration // virtual
 
 	// With Words only.
-	Transcript string // all machines' events, as a file of core/testdata
+	Transcript string // all machines' events, as a file of core/machine/testdata
 	Short      string // its lines that name the transfer that was broken
 	Story      string // what the world did, to be read
 }

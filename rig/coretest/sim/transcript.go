@@ -8,7 +8,7 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// transcript is the events and actions of the machines, in the form of core/testdata.
+// transcript is the events and actions of the machines, in the form of core/machine/testdata.
 type transcript []line
 
 type line struct {

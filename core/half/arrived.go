@@ -1,0 +1,210 @@
+package half
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// StepLoadMessage returns the answer to D.
+func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, string) {
+	defer h.Settle(now)
+	if t, gone := h.Ended.Get(l.ID); gone {
+		return t.answer(&l)
+	}
+	if err := l.CheckPeerLoad(h.layout, l.Match); err != nil {
+		return core.Refused, err.Error()
+	}
+	if l.Lease <= 0 || l.Lease > time.Hour {
+		l.Lease = h.opt.Lease
+	}
+	if code, reason := h.above.Meet(now, partyOf(l.Account, l.Peer), l.ID); code != core.OK {
+		return code, reason
+	}
+	of := h.offers[l.ID]
+	if of != nil && of.state == offerRefused && of.peer == l.Peer { // D begins anew
+		h.reportOffer(now, of, of.stats)
+		t, _ := h.Ended.Get(l.ID)
+		return t.answer(&l)
+	}
+	if of != nil {
+		if known, code, reason := of.knows(&l); known {
+			return code, reason
+		}
+	}
+	if of == nil || of.state == offerEarly {
+		return h.loadEarly(now, of, &l)
+	}
+	of.load, of.peer, of.deadline = &l, l.Peer, now.Add(l.Lease)
+	h.above.Loaded(l.ID)
+	if of.state == offerReady {
+		h.startWrite(now, of)
+	} else {
+		h.extend(now, of)
+	}
+	if t, gone := h.Ended.Get(l.ID); gone {
+		return t.Code, t.Reason // the halves do not fit
+	}
+	return core.OK, ""
+}
+
+// answer is P's answer to a load of a transfer that has ended.
+func (t *Tombstone) answer(l *core.LoadMessage) (core.Code, string) {
+	if t.nacked == l.Peer && t.nacked != "" {
+		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", string(l.ID), t.Reason)
+	}
+	return t.Answer(l.ID)
+}
+
+// Answer is P's answer to any load of a transfer that has ended.
+func (t *Tombstone) Answer(id ID) (core.Code, string) {
+	if t.Code == core.OK || t.Code == core.PeerCancelled {
+		return core.Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(id), t.Code)
+	}
+	return t.Code.AtPeer(), t.Reason
+}
+
+// knows says whether a load needs no more than an answer: the transfer is another agent's,
+// or the same message came twice. A load of a D that starts over, since its first load got
+// no answer, needs more.
+func (of *Offer) knows(l *core.LoadMessage) (known bool, code core.Code, reason string) {
+	switch {
+	case of.peer != "" && of.peer != l.Peer &&
+		!(fault.On("second-load") && of.state == offerPrefill) && !(fault.On("share-taken-twice") && of.share):
+		return true, core.Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
+	case of.voided != nil && slices.Contains(of.voided, digest(l.Grant)):
+		return true, core.OK, "" // it is late: D is to load anew
+	case of.load != nil && string(of.load.Grant) == string(l.Grant):
+		return true, core.OK, ""
+	case of.load != nil && of.state > offerAwaiting:
+		return true, core.Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
+	}
+	return false, core.OK, ""
+}
+
+// StepRenewMessage returns the answer to D.
+func (h *Set) StepRenewMessage(now time.Time, r core.RenewMessage) []core.Answer {
+	if p := h.probes[r.From]; p != nil {
+		p.since = now // D lives, or this is the last that it has sent
+	}
+	who := partyOf(r.Account, r.From)
+	out := make([]core.Answer, 0, len(r.Loads)+len(r.Claims))
+	for _, id := range r.Loads {
+		out = append(out, h.renewed(now, who, id, false))
+		h.Settle(now)
+	}
+	for _, id := range r.Claims {
+		out = append(out, h.renewed(now, who, id, true))
+		h.Settle(now)
+	}
+	return out
+}
+
+func (h *Set) renewed(now time.Time, who Party, id ID, claim bool) core.Answer {
+	of, from := h.offers[id], who.agent
+	if of == nil {
+		t, gone := h.Ended.Get(id)
+		switch {
+		case gone && t.Code == core.OK:
+			return core.Answer{Status: core.StatusSent}
+		case gone && fault.On("ended-is-sending"):
+			return core.Answer{Status: core.StatusSending}
+		case gone:
+			return core.Answer{Status: core.StatusEnded, Code: t.Code.AtPeer(), Reason: t.Reason}
+		case !claim:
+			return core.Answer{Status: core.StatusUnknown}
+		}
+		switch code, reason := h.above.Meet(now, who, id); code {
+		case core.OK:
+		case core.Refused, core.Closed:
+			return core.Answer{Status: core.StatusUnknown}
+		default:
+			return core.Answer{Status: core.StatusEnded, Code: code, Reason: reason}
+		}
+		if of = h.offers[id]; of == nil {
+			if !h.roomForEarly(now, who, 1, 0) {
+				return core.Answer{Status: core.StatusUnknown}
+			}
+			of = h.addEarly(now, id, who)
+		}
+	}
+	if claim && (of.peer == "" || fault.On("second-claim") && of.load == nil) {
+		of.peer = from
+	}
+	switch {
+	case of.peer == from && !claim && of.load == nil && of.voided != nil:
+		return core.Answer{Status: core.StatusRestart, Reason: of.voided[len(of.voided)-1]}
+	case of.peer != from || !claim && of.load == nil:
+		return core.Answer{Status: fault.Pick("unknown-is-sending", core.StatusUnknown, core.StatusSending)}
+	}
+	if of.state != offerEarly && !of.state.stopping() && !fault.On("no-renewal") && !(fault.On("claim-not-kept") && claim) {
+		of.deadline = now.Add(h.lease(of))
+		if fault.On("lease-of-all") {
+			for _, o := range h.above.Beside(id) {
+				o.deadline = of.deadline
+			}
+		}
+	}
+	switch of.state {
+	case offerEarly:
+		return core.Answer{Status: core.StatusEarly}
+	case offerPrefill, offerAwaiting:
+		return core.Answer{Status: core.StatusPrefill}
+	case offerReady:
+		return core.Answer{Status: core.StatusOffered}
+	}
+	return core.Answer{Status: core.StatusSending}
+}
+
+func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
+	defer h.Settle(now)
+	c, ld := h.claims.get(f.ID), h.loads.get(f.ID)
+	switch {
+	case c != nil && c.peer == f.From:
+		if f.Code != core.OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
+			h.loseClaim(c, Ending{f.Code.AtPeer(), f.Reason})
+		}
+	case ld != nil && ld.peer == f.From:
+		if f.Code != core.OK { // only the bytes themselves say that a load went well
+			h.endLoad(now, ld, Ending{f.Code.AtPeer(), f.Reason}, false)
+		}
+	case (c != nil || ld != nil) && h.offers[f.ID] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
+	default:
+		h.finishOffer(now, partyOf(f.Account, f.From), f.ID, f.Code.AtPeer(), f.Reason)
+	}
+}
+
+func (h *Set) StepRestartMessage(now time.Time, r core.RestartMessage) {
+	if ld := h.loads.get(r.ID); ld != nil && ld.peer == r.From {
+		h.restartLoad(now, ld, r.Digest)
+	}
+}
+
+// finishOffer takes D's word that its half has ended.
+func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reason string) {
+	from := who.agent
+	_, gone := h.Ended.Get(id)
+	of := h.offers[id]
+	if of == nil && !gone {
+		h.above.Meet(now, who, id) // if it is a part, the others are waited for
+		of = h.offers[id]
+	}
+	switch {
+	case of == nil && !gone:
+		h.Ended.addWord(who, id, Tombstone{Code: code, Reason: reason}) // the word overtook the load, or came before the engine's request
+	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // the transfer is another agent's
+	case code == core.OK && of.state.sending():
+		if fault.On("finish-before-written") {
+			h.reportOffer(now, of, core.TransferStats{})
+		}
+		of.landed = true // the transport's own word, with its figures, is about to come
+	case of.state == offerRefused:
+		of.end = Ending{code, reason}
+		h.reportOffer(now, of, of.stats)
+	default:
+		h.endOffer(now, of, Ending{code, reason}, false)
+	}
+}

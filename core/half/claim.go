@@ -1,0 +1,282 @@
+package half
+
+import (
+	"cmp"
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// claimState: doc.go has the table of transitions.
+type claimState uint8
+
+const (
+	claimNone       claimState = iota // before its begin and after its end
+	claimResolving                    // P's agent is being looked up
+	claimBackoff                      // no agent was found; it is looked up again at retryAt
+	claimAsked                        // P's agent is known; it has not answered the claim
+	claimKept                         // P keeps the transfer
+	claimRelocating                   // P's agent is gone; the agent in its place is being looked up
+	claimVoid                         // P has given the transfer up; a load comes to the same end
+)
+
+func (s claimState) String() string {
+	return [...]string{"-", "resolving", "backoff", "asked", "kept", "relocating", "void"}[s]
+}
+
+// atPeer says whether the claim is renewed at a P agent.
+func (s claimState) atPeer() bool { return s == claimAsked || s == claimKept }
+
+// lookedUp says whether the claim waits for Resolved.
+func (s claimState) lookedUp() bool { return s == claimResolving || s == claimRelocating }
+
+// claim is D's wish that P keeps a transfer until D has blocks for it.
+type claim struct {
+	asked
+	state claimState
+	token uint64
+	agents
+	since     time.Time  // the engine's word
+	until     time.Time  // end of a claim that no load follows
+	retryAt   time.Time  // in claimBackoff
+	replaceBy time.Time  // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
+	end       Ending     // how the claim ended: in claimVoid, or when it was lost
+	lostIn    claimState // the state in which the claim was lost, if that is to be reported
+}
+
+// asked is what a claim or load was asked of.
+type asked struct {
+	id   ID
+	seq  uint64
+	from core.Target
+	rank bool // from is a rank of an engine, and has no others beside it
+}
+
+func (a *asked) withRank() bool { return a.rank }
+
+// lookUp is how P's agent is looked up.
+func (a *asked) lookUp(fresh bool) core.Resolve {
+	return core.Resolve{ID: a.id, Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
+}
+
+// agents are the P agents that a claim or load has been with.
+type agents struct {
+	peer   core.AgentID // the agent it is with; "" while P is looked up
+	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
+	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
+	nameBy time.Time    // if the agent opened after the request: until when its engine must name the request; zero: the agent was open before
+}
+
+// Ending is how a half ends.
+type Ending struct {
+	Code   core.Code
+	Reason string
+}
+
+// replaced says why the agent that took another's place cannot have the request; "" if it
+// can. younger says that this agent opened after the request.
+func (a *agents) replaced(by core.AgentID, younger bool) string {
+	switch {
+	case a.keeper != "" && a.keeper != by:
+		return fmt.Sprintf("prefill agent %s was replaced by agent %s, and only %s had the request: send the request again", a.keeper, by, a.keeper)
+	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
+		return fmt.Sprintf("prefill agent %s was replaced by agent %s, which was opened after the request was made: send the request again", a.former, by)
+	}
+	return ""
+}
+
+func (a *agents) noSuccessor() string {
+	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
+}
+
+// Claim begins a claim.
+func (h *Set) Claim(now time.Time, r core.ClaimRequest) {
+	h.Count.Claimed++
+	h.begin(now)
+	h.seq++
+	c := &claim{asked: asked{id: r.ID, seq: h.seq, from: r.From}, token: r.Token, since: now, until: now.Add(h.opt.Claim)}
+	h.claimTo(c, claimResolving, c.lookUp(false))
+}
+
+// claimTo is one row of the table: the claim's next state, and what is to be done.
+func (h *Set) claimTo(c *claim, next claimState, does ...core.Action) {
+	switch claimNone {
+	case next:
+		h.claims.drop(c.id)
+	case c.state:
+		h.farewells.drop(c.id)
+		h.claims.put(c.id, c)
+	}
+	h.moved("claim", c.id, c.state, next)
+	c.state = next
+	h.Act(does...)
+}
+
+// claimResolved takes the outcome of a claim's look-up.
+func (h *Set) claimResolved(now time.Time, c *claim, peer core.AgentID, opened time.Time, end Ending) {
+	switch {
+	case end.Code == core.Unreachable && fault.On("claim-dropped"):
+		h.dropClaim(c, end)
+		return
+	case end.Code == core.Unreachable: // P's agent may not be up yet
+		h.claimLater(now, c)
+		return
+	case end.Code != core.OK:
+		h.loseClaim(c, end)
+		return
+	}
+	c.replaceBy = time.Time{}
+	younger := h.found(now, &c.agents, c.since, peer, opened)
+	if reason := c.replaced(peer, younger); reason != "" {
+		h.loseClaim(c, Ending{core.PeerLost, reason})
+		return
+	}
+	h.claimTo(c, claimAsked)
+	h.watch(now, peer)
+	if p := h.peers[peer]; !p.fresh {
+		p.fresh = true // a thousand claims that come one by one make two messages
+		if !p.asking {
+			h.tickPeers(now)
+		}
+	}
+}
+
+// claimLater has a claim wait for its next look-up: no agent was found for it.
+func (h *Set) claimLater(now time.Time, c *claim) {
+	h.claimTo(c, claimBackoff)
+	c.peer, c.retryAt = "", now.Add(h.opt.PeerTimeout)
+}
+
+// claimAgain looks P's agent up again.
+func (h *Set) claimAgain(c *claim) {
+	state := claimResolving
+	if c.former != "" {
+		state = claimRelocating
+	}
+	c.peer = ""
+	h.claimTo(c, state, c.lookUp(true))
+}
+
+// claimAnswered takes P's answer to a renewal. If P has no place for the claim now,
+// the next renewal asks again.
+func (h *Set) claimAnswered(now time.Time, c *claim, a core.Answer) {
+	if kept, end := ofClaim(&a, c.id); kept {
+		h.claimTo(c, claimKept)
+		c.keeper = c.peer
+	} else if end.Code != core.OK {
+		h.loseClaim(c, end)
+	}
+}
+
+// ofClaim says whether P keeps a claim, or how the claim has ended. If it says neither, P
+// has no place for the claim.
+func ofClaim(a *core.Answer, id ID) (kept bool, end Ending) {
+	switch a.Status {
+	case core.StatusEnded:
+		return false, Ending{peerFailure(a.Code), a.Reason}
+	case core.StatusSent:
+		return false, Ending{core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(id))}
+	case core.StatusEarly, core.StatusPrefill, core.StatusOffered, core.StatusSending:
+		return true, Ending{}
+	}
+	return false, Ending{}
+}
+
+// claimPeerGone: P's agent does not answer any more. absent: nobody listens there.
+func (h *Set) claimPeerGone(now time.Time, c *claim, heard time.Time, absent bool, reason string) {
+	switch {
+	case c.state == claimKept || c.former != "" && h.opt.ReportClaims: // as a load would end
+		if !absent {
+			h.Act(core.SendFinish{Peer: c.peer, ID: c.id, Code: core.PeerLost, Reason: reason})
+		}
+		h.loseClaim(c, Ending{core.PeerLost, reason})
+	case c.former != "":
+		c.former = c.peer
+		h.claimLater(now, c)
+	default:
+		c.former = c.peer
+		h.Count.Retries++
+		h.Act(core.Forget{Peer: c.peer, Gone: true})
+		if h.opt.ReportClaims {
+			// After a silence hardly any time is left: the claim gets as much as it takes to
+			// find and ask an agent.
+			c.replaceBy = later(later(heard, c.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
+		}
+		h.claimAgain(c)
+	}
+}
+
+// loseClaim ends a claim that cannot succeed any more. Without Options.ReportClaims the
+// claim stays, void, for the load that may follow.
+func (h *Set) loseClaim(c *claim, end Ending) {
+	if h.opt.ReportClaims && !(fault.On("lost-untold") && end.Code == core.PeerLost) {
+		h.claimLost(c, end)
+	}
+	c.end = end
+	h.claimTo(c, claimVoid)
+}
+
+// claimLost tells that a claim cannot succeed any more.
+func (h *Set) claimLost(c *claim, end Ending) {
+	c.lostIn, c.end = c.state, end
+	h.outcomes = append(h.outcomes, outcome{claim: c})
+}
+
+func (c *claim) report(now time.Time) core.Report {
+	return core.Report{ID: c.id, Side: core.SideClaim, Token: c.token, Code: c.end.Code, Reason: c.end.Reason, Elapsed: now.Sub(c.since),
+		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.former), From: c.from}
+}
+
+// DropClaim ends a claim, and says whether there was one.
+func (h *Set) DropClaim(id ID, end Ending) bool {
+	c := h.claims.get(id)
+	if c != nil {
+		h.dropClaim(c, end)
+	}
+	return c != nil
+}
+
+// dropClaim ends a claim. If P is known or being looked up, P is told.
+func (h *Set) dropClaim(c *claim, end Ending) {
+	switch {
+	case c.state.atPeer() && !fault.On("no-finish-of-claims") && !(fault.On("lost-others-untold") && h.taken.event == "PartFails"):
+		h.claimTo(c, claimNone, core.SendFinish{Peer: c.peer, ID: c.id, Code: end.Code, Reason: end.Reason})
+	case c.state.lookedUp() && end.Code == core.Cancelled:
+		h.claimTo(c, claimNone)
+		h.farewells.put(c.id, &farewell{c.asked, end})
+	default:
+		h.claimTo(c, claimNone)
+	}
+	h.restPeers()
+	h.outcomes = append(h.outcomes, outcome{claim: c, over: true})
+}
+
+// tickClaim ends a claim that no load has followed, or whose P is gone without a
+// successor. It looks again for a P that was not found.
+func (h *Set) tickClaim(now time.Time, c *claim) {
+	switch {
+	case c.isLost(now):
+		h.claimLost(c, Ending{core.PeerLost, c.noSuccessor()})
+	case now.Before(c.until):
+		h.claimAgain(c)
+	default:
+		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(c.id), h.opt.Claim)
+		if h.opt.ReportClaims {
+			h.claimLost(c, Ending{core.Expired, reason})
+			return
+		}
+		h.dropClaim(c, Ending{core.Cancelled, reason})
+	}
+}
+
+// due says whether tickClaim has something to do.
+func (c *claim) due(now time.Time) bool {
+	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || c.isLost(now)
+}
+
+// isLost: no agent has taken the place of the agent that the claim was for.
+func (c *claim) isLost(now time.Time) bool {
+	return !c.replaceBy.IsZero() && !now.Before(c.replaceBy)
+}

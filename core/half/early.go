@@ -1,0 +1,177 @@
+package half
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// What D agents claim or load before P's engine has named the request has a limit for all D
+// agents together. Beyond it the account that has brought the most gives way: its claims before its loads, and the newest first.
+// A claim is forgotten: its D asks again with the next renewal. A load ends, and its D is told. All shares of a transfer are kept or
+// give way together, and are as firm as one of them: a load of one share makes a load of the transfer.
+
+// maxEarlyBlocks bounds the block ids that early loads hold: 16 MiB.
+const maxEarlyBlocks = 1 << 22
+
+// earlyPlace is what an early transfer holds of that room, all shares of it together.
+type earlyPlace struct {
+	who    Party
+	offers *stake // the weight is how many offers there are
+	blocks *stake // the weight is how many block ids their loads hold; nil if they hold none
+}
+
+// roomForEarly makes room for so many more, with so many block ids, of a D agent. It is
+// false if the agent's account itself has the most of what there is no room for. If a step has ended enough, what must give way for
+// this room does so in the next: until then there is more than there is room for, but never twice as much.
+func (h *Set) roomForEarly(now time.Time, who Party, places, blocks int) bool {
+	for {
+		scarce, more := h.scarce(places, blocks)
+		if scarce == nil {
+			return true
+		}
+		gives := scarce.gives(who, more)
+		switch {
+		case gives == nil, fault.On("early-for-the-first"):
+			return false
+		case !h.enough():
+			h.giveWay(now, gives)
+		case h.early+places > 2*h.opt.MaxTransfers, h.earlyBlocks+blocks > 2*maxEarlyBlocks:
+			return false
+		default:
+			h.yield()
+			return true
+		}
+	}
+}
+
+// scarce is what there is no room for if so much more comes, and how much more of it; nil if there is room. If nothing more comes, it is
+// what there is too much of.
+func (h *Set) scarce(places, blocks int) (of *greedy, more int) {
+	switch {
+	case h.early+places > h.opt.MaxTransfers && (places > 0 || blocks == 0):
+		return &h.earlyOf, places
+	case h.earlyBlocks+blocks > maxEarlyBlocks && (blocks > 0 || places == 0):
+		return &h.earlyLoads, blocks
+	}
+	return nil, 0
+}
+
+// trimEarly has give way what an earlier step has left over.
+func (h *Set) trimEarly(now time.Time) {
+	for scarce, _ := h.scarce(0, 0); scarce != nil; scarce, _ = h.scarce(0, 0) {
+		if h.enough() {
+			h.yield()
+			return
+		}
+		h.giveWay(now, scarce.accounts.most().newest())
+	}
+}
+
+// giveWay ends an early transfer, all shares of it. If no share is loaded, nobody need be told.
+func (h *Set) giveWay(now time.Time, s *stake) {
+	half, told := h.above.Beside(s.id), fault.On("claims-told")
+	if fault.On("shares-give-way-apart") {
+		half, told = half[:1], true
+	}
+	for _, of := range half {
+		told = told || of.load != nil
+	}
+	if !told {
+		h.forgetEarly(s.id, half)
+		return
+	}
+	for _, of := range half {
+		h.endOffer(now, of, Ending{core.Refused, noRoom}, true)
+		h.Settle(now)
+	}
+}
+
+const noRoom = "the prefill engine has no room for so many claims and loads of requests that it does not know"
+
+// forgetEarly takes the claims of a transfer back out, as if they had not come.
+func (h *Set) forgetEarly(id ID, half []*Offer) {
+	for _, of := range half {
+		h.offerTo(of, offerNone)
+		h.LeaveEarly(of)
+	}
+	h.above.Forgotten(id)
+	if len(h.offers) == 0 {
+		clear(h.probes) // as in reportOffer
+	}
+}
+
+// cameEarly counts an early offer: at the place of its transfer, nil if it is the first of it.
+func (h *Set) cameEarly(of *Offer, at *earlyPlace, who Party) *earlyPlace {
+	if at == nil {
+		at = &earlyPlace{who: who, offers: h.earlyOf.add(who, of.id, 1)}
+	} else {
+		h.earlyOf.change(at.offers, 1)
+	}
+	of.place = at
+	h.early++
+	return at
+}
+
+// LeaveEarly has an offer leave its place: the engine has named its transfer, or it ends.
+func (h *Set) LeaveEarly(of *Offer) {
+	h.early--
+	h.earlyOf.change(of.place.offers, -1)
+	h.holdBlocks(of.place, -of.loadBlocks())
+}
+
+// holdBlocks counts more or fewer block ids of an early transfer's loads.
+func (h *Set) holdBlocks(at *earlyPlace, more int) {
+	h.earlyBlocks += more
+	switch {
+	case more == 0:
+	case at.blocks == nil:
+		at.blocks = h.earlyLoads.add(at.who, at.offers.id, more)
+	default:
+		if h.earlyLoads.change(at.blocks, more); at.blocks.weight == 0 {
+			at.blocks = nil
+		}
+	}
+}
+
+// keepEarlyLoad gives an early offer a load, in the place of an earlier one.
+func (h *Set) keepEarlyLoad(of *Offer, l *core.LoadMessage) {
+	h.holdBlocks(of.place, l.Count()-of.loadBlocks())
+	h.earlyOf.harden(of.place.offers)
+	of.load, of.peer = l, l.Peer
+}
+
+// loadEarly keeps a load whose request P's engine has not named.
+func (h *Set) loadEarly(now time.Time, of *Offer, l *core.LoadMessage) (core.Code, string) {
+	who, places, more := partyOf(l.Account, l.Peer), 1, l.Count()
+	if of != nil {
+		who, places = of.place.who, 0
+	}
+	if places+more > 0 && !h.roomForEarly(now, who, places, more) || of != nil && h.offers[l.ID] != of {
+		return core.Refused, fmt.Sprintf("%d claims and loads of %d blocks already wait for requests that the prefill engine does not know", h.early, h.earlyBlocks)
+	}
+	if of == nil {
+		of = h.addEarly(now, l.ID, who)
+	}
+	h.keepEarlyLoad(of, l)
+	return core.OK, ""
+}
+
+// loadBlocks is how many block ids its load holds.
+func (of *Offer) loadBlocks() int {
+	if of.load == nil {
+		return 0
+	}
+	return of.load.Count()
+}
+
+// addEarly keeps a D's claim or load whose request P's engine has not named yet.
+func (h *Set) addEarly(now time.Time, id ID, who Party) *Offer {
+	h.begin(now)
+	of := &Offer{id: id, peer: who.agent, deadline: now.Add(fault.Pick("no-reap", h.opt.EarlyLoad, 1000*h.opt.EarlyLoad))}
+	h.offerTo(of, offerEarly)
+	h.cameEarly(of, nil, who)
+	return of
+}

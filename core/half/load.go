@@ -1,0 +1,365 @@
+package half
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
+)
+
+// loadState: doc.go has the table of transitions.
+type loadState uint8
+
+const (
+	loadNone       loadState = iota // before its begin and after its end
+	loadResolving                   // P's agent is being looked up; no byte can come
+	loadRelocating                  // likewise, for the second and last time
+	loadAwaiting                    // P is known; the moment has not passed after which the engine's blocks may be written, and the transport is not armed
+	loadExpecting                   // the transport is being armed
+	loadRequesting                  // P's answer to the load is awaited
+	loadWaiting                     // P has accepted; its bytes are awaited
+	loadMoving                      // fenced, to look up the agent in P's place
+	loadRestarting                  // fenced, to begin anew with the same agent: P has withdrawn the blocks that it had begun to send
+	loadEnding                      // fenced, to be reported; bytes may land until Revoked
+)
+
+func (s loadState) String() string {
+	return [...]string{"-", "resolving", "relocating", "awaiting", "expecting", "requesting", "waiting", "moving", "restarting", "ending"}[s]
+}
+
+// lookedUp says whether the load waits for Resolved.
+func (s loadState) lookedUp() bool { return s == loadResolving || s == loadRelocating }
+
+// armed says whether the transport may put bytes into the blocks: it was asked to, and
+// nothing has ended that.
+func (s loadState) armed() bool {
+	return s == loadExpecting || s == loadRequesting || s == loadWaiting
+}
+
+// load is D's half of a transfer.
+type load struct {
+	asked
+	state loadState
+	token uint64
+	kv.Selection
+	prompt uint64      // of LoadRequest
+	after  core.Moment // of LoadRequest; 0 when it has passed
+	agents
+	started time.Time
+	endBy   time.Time // whatever P says
+	since   time.Time // the engine's first word of it: its claim, if there was one
+	begun   time.Time // when P's agent became known: it is asked for the load since then
+	until   time.Time // in loadRelocating, and in loadMoving: when another agent must have been found
+	held    time.Time // by this agent's own memory since then, in loadExpecting and loadRestarting
+	grant   []byte    // of the transport
+	sent    int       // renewals that said "sent" while bytes were missing
+	endedIn string    // state in which the end began
+	end     Ending
+	stats   core.TransferStats
+}
+
+// loadTo is one row of the table: the load's next state, and what is to be done.
+func (h *Set) loadTo(ld *load, next loadState, does ...core.Action) {
+	switch loadNone {
+	case next:
+		h.loads.drop(ld.id)
+		h.awaitNot(ld.after)
+	case ld.state:
+		h.farewells.drop(ld.id)
+		h.loads.put(ld.id, ld)
+	}
+	h.moved("load", ld.id, ld.state, next)
+	ld.state = next
+	h.Act(does...)
+}
+
+// Load begins a load, in place of the transfer's claim if there is one. rank says that it is from a rank of an engine, beside others.
+func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
+	if r.First == nil {
+		r.First = make([]uint32, len(r.Blocks))
+	}
+	h.begin(now)
+	h.seq++ // a cancelled half of the id is void: P hears of the id by this load
+	ld := &load{asked: asked{r.ID, h.seq, r.From, rank}, token: r.Token, Selection: r.Selection, prompt: r.Prompt, started: now, since: now, endBy: now.Add(h.opt.Load)}
+	h.loadAfter(now, ld, r.After)
+	c := h.claims.get(ld.id)
+	switch {
+	case c != nil && c.from == ld.from:
+		h.continueClaim(now, ld, c)
+		return
+	case c != nil:
+		h.dropClaim(c, Ending{core.Cancelled, "the decode engine loads it from another engine"})
+	}
+	h.loadTo(ld, loadResolving, ld.lookUp(false))
+}
+
+// continueClaim begins a load at the point that its claim has reached.
+func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
+	was := c.state
+	h.claimTo(c, claimNone)
+	ld.agents, ld.end = c.agents, c.end
+	ld.since, ld.until = c.since, now.Add(h.patience())
+	if !ld.nameBy.IsZero() {
+		ld.nameBy = later(ld.nameBy, now.Add(h.opt.PeerTimeout/3))
+	}
+	switch {
+	case was.atPeer():
+		ld.endedIn = "claimed"
+		h.proceed(now, ld)
+	case was == claimVoid:
+		ld.endedIn = "claimed"
+		if ld.Count() == 0 { // P has let go of it already
+			ld.end = Ending{core.OK, NothingToLoad}
+		}
+		h.reportLoad(ld)
+	case ld.former == "":
+		h.loadTo(ld, loadResolving, ld.lookUp(false))
+	default:
+		h.loadTo(ld, loadRelocating, ld.lookUp(false))
+	}
+}
+
+// NothingToLoad is why a load of no blocks has ended.
+const NothingToLoad = "nothing to load"
+
+// proceed goes on with a load whose P is known.
+func (h *Set) proceed(now time.Time, ld *load) {
+	if ld.Count() == 0 {
+		ld.end = Ending{core.OK, NothingToLoad}
+		h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: ld.id, Code: core.OK, Reason: NothingToLoad})
+		return
+	}
+	h.watch(now, ld.peer)
+	ld.begun, ld.endedIn = now, ""
+	if ld.after != 0 && !fault.On("written-before-its-moment") {
+		h.loadTo(ld, loadAwaiting)
+		return
+	}
+	ld.held = now
+	h.loadTo(ld, loadExpecting, core.Expect{ID: ld.id, Peer: ld.peer, Selection: ld.Selection})
+}
+
+// loadResolved takes the outcome of a load's look-up.
+func (h *Set) loadResolved(now time.Time, ld *load, peer core.AgentID, opened time.Time, end Ending) {
+	if end.Code == core.OK {
+		younger := h.found(now, &ld.agents, ld.since, peer, opened)
+		reason := ld.replaced(peer, younger)
+		if reason == "" {
+			h.proceed(now, ld)
+			return
+		}
+		end = Ending{core.PeerLost, reason}
+	}
+	ld.end = end
+	h.reportLoad(ld)
+}
+
+func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
+	ld := h.loads.get(e.ID)
+	if ld == nil || ld.state != loadExpecting {
+		return
+	}
+	defer h.Settle(now)
+	switch {
+	case e.Err != nil && ld.former == "" && !errors.Is(e.Err, core.ErrMemory):
+		h.move(ld, now.Add(h.patience()), false) // what is remembered of P is out of date, most likely
+		return
+	case e.Err != nil:
+		h.endLoad(now, ld, Ending{core.Failed, e.Err.Error()}, true)
+		return
+	}
+	ld.grant = e.Grant
+	h.loadTo(ld, loadRequesting, core.SendLoad{ID: ld.id, Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
+}
+
+func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
+	ld := h.loads.get(e.ID)
+	if ld == nil || ld.seq != e.Seq && !fault.On("stale-reply") || ld.state != loadRequesting {
+		return
+	}
+	defer h.Settle(now)
+	switch {
+	case e.Answer == core.LoadAccepted:
+		h.loadTo(ld, loadWaiting)
+		h.watch(now, ld.peer)
+		h.peers[ld.peer].heard = now
+	case e.Answer == core.LoadAbsent && ld.former == "" && ld.keeper == "":
+		h.move(ld, ld.begun.Add(h.patience()), true)
+	case e.Answer == core.LoadAbsent:
+		h.endLoad(now, ld, Ending{core.PeerLost, e.Reason}, false)
+	case e.Answer == core.LoadSayHello && ld.former == "":
+		h.move(ld, now.Add(h.patience()), false)
+	case e.Answer == core.LoadSayHello:
+		h.endLoad(now, ld, Ending{core.Failed, e.Reason}, false)
+	default: // without an answer P may have the load all the same
+		code := peerFailure(e.Code)
+		h.endLoad(now, ld, Ending{code, e.Reason}, code == core.PeerLost)
+	}
+}
+
+// move looks P's agent up once more for a load. Another agent may have taken its place, and
+// must be found by until. gone says that nobody listens as the former agent.
+func (h *Set) move(ld *load, until time.Time, gone bool) {
+	ld.former, ld.until = ld.peer, until
+	h.Count.Retries++
+	h.Act(core.Forget{Peer: ld.peer, Gone: gone})
+	if fault.On("no-fence-again") {
+		ld.peer = ""
+		h.loadTo(ld, loadRelocating, ld.lookUp(true))
+		return
+	}
+	h.fence(ld, loadMoving)
+}
+
+// restartLoad takes P's word that it has withdrawn the blocks of the load whose grant has
+// this digest.
+func (h *Set) restartLoad(now time.Time, ld *load, which string) {
+	if (ld.state != loadRequesting && ld.state != loadWaiting) || digest(ld.grant) != which && !fault.On("anew-at-every-word") {
+		return
+	}
+	h.Count.Retries++
+	h.seq++
+	ld.seq = h.seq // P's words about the old load are void
+	if fault.On("anew-without-fence") {
+		h.proceed(now, ld)
+		return
+	}
+	ld.held = now
+	h.fence(ld, loadRestarting)
+}
+
+func (h *Set) StepReceived(now time.Time, e core.Received) {
+	ld := h.loads.get(e.ID)
+	if ld == nil || !ld.state.armed() {
+		return
+	}
+	defer h.Settle(now)
+	ld.stats = e.Stats
+	if e.Err != nil {
+		// P may live, though its connections broke, and hold blocks for this load.
+		h.endLoad(now, ld, Ending{transportCode(e.Err), "receiving from prefill agent " + string(ld.peer) + ": " + e.Err.Error()}, true)
+		return
+	}
+	// The bytes are all here: the transport has nothing left to fence.
+	h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: ld.id, Code: core.OK})
+}
+
+func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
+	ld := h.loads.get(e.ID)
+	if ld == nil {
+		return
+	}
+	defer h.Settle(now)
+	switch ld.state {
+	case loadRestarting:
+		h.proceed(now, ld)
+	case loadMoving:
+		ld.peer, ld.endedIn = "", "" // the old agent's last words do not count
+		h.loadTo(ld, loadRelocating, ld.lookUp(true))
+	case loadEnding:
+		h.reportLoad(ld)
+	}
+}
+
+// loadRenewed takes P's answer to a renewal.
+func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
+	switch a.Status {
+	case core.StatusEarly:
+		if !ld.nameBy.IsZero() && !now.Before(ld.nameBy) { // the agent took the place of the one that had the request
+			h.endLoad(now, ld, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, string(ld.id))}, true)
+		}
+	case core.StatusUnknown:
+		h.endLoad(now, ld, Ending{core.PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, string(ld.id))}, false)
+	case core.StatusEnded:
+		h.endLoad(now, ld, Ending{peerFailure(a.Code), a.Reason}, false)
+	case core.StatusRestart:
+		h.restartLoad(now, ld, a.Reason)
+	case core.StatusSent:
+		// The last bytes may be on their way, but not for several rounds.
+		if fault.On("word-alone") {
+			h.endLoad(now, ld, Ending{}, false)
+			return
+		}
+		if ld.sent++; ld.sent >= 3 {
+			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, string(ld.id))}, false)
+		}
+	}
+}
+
+// EndLoad ends a load, of which P is told, and says whether there was one.
+func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
+	ld := h.loads.get(id)
+	switch {
+	case ld == nil:
+		return false
+	case ld.rank && fault.On("others-not-fenced"):
+		ld.end = end
+		h.Act(core.Revoke{ID: id})
+		h.reportLoad(ld)
+	default:
+		h.endLoad(now, ld, end, true)
+	}
+	return true
+}
+
+// endLoad brings D's half to an end other than success; tell says whether P must be told.
+// A load that is ending already keeps its first end.
+func (h *Set) endLoad(now time.Time, ld *load, end Ending, tell bool) {
+	switch ld.state {
+	case loadEnding:
+		return
+	case loadResolving, loadRelocating:
+		ld.end = end
+		if tell && !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
+			h.farewells.put(ld.id, &farewell{ld.asked, end})
+		}
+		h.reportLoad(ld)
+		return
+	case loadMoving:
+		tell = false // nobody is there
+	}
+	ld.end = end
+	if tell && !(fault.On("no-finish") && end.Code == core.Cancelled) {
+		h.Act(core.SendFinish{Peer: ld.peer, ID: ld.id, Code: end.Code, Reason: end.Reason})
+	}
+	switch {
+	case ld.state == loadAwaiting: // nothing is armed
+		h.reportLoad(ld)
+		return
+	case !ld.state.armed():
+		h.loadTo(ld, loadEnding)
+	default:
+		h.fence(ld, loadEnding)
+		if fault.On("no-fence") {
+			h.reportLoad(ld)
+			return
+		}
+	}
+	h.outcomes = append(h.outcomes, outcome{load: ld})
+}
+
+// fence has the transport give up the load's blocks; next is the state that follows.
+func (h *Set) fence(ld *load, next loadState) {
+	ld.endedIn = ld.state.String()
+	h.loadTo(ld, next, core.Revoke{ID: ld.id})
+}
+
+// reportLoad is the only way out of the map of loads.
+func (h *Set) reportLoad(ld *load, does ...core.Action) {
+	if ld.endedIn == "" {
+		ld.endedIn = ld.state.String()
+	}
+	h.loadTo(ld, loadNone, does...)
+	h.restPeers()
+	h.outcomes = append(h.outcomes, outcome{load: ld, over: true})
+}
+
+func (ld *load) report(now time.Time) core.Report {
+	elapsed := now.Sub(ld.started)
+	return core.Report{ID: ld.id, Side: core.SideLoad, Token: ld.token, Code: ld.end.Code, Reason: ld.end.Reason,
+		Blocks: ld.Count(), Wait: max(elapsed-time.Duration(ld.stats.Nanos), 0), Elapsed: elapsed,
+		State: ld.endedIn, Peer: ld.peer, From: ld.from, Stats: ld.stats}
+}

@@ -1,0 +1,176 @@
+package half
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/invariants"
+)
+
+// awaited is a moment that halves wait for.
+type awaited struct {
+	since   time.Time
+	waits   int      // how often halves that are under way wait for it
+	waiters []waiter // in the order in which they came; some may wait no more
+}
+
+type waiter struct {
+	side core.Side
+	id   ID
+}
+
+// await has a half wait for a moment.
+func (h *Set) await(now time.Time, at core.Moment, side core.Side, id ID) {
+	w := h.moments[at]
+	if w == nil {
+		w = &awaited{since: now}
+		h.moments[at] = w
+		h.Act(core.Await{Moment: at})
+	}
+	w.waits++
+	w.waiters = append(w.waiters, waiter{side, id})
+}
+
+// awaitNot ends a half's wait for a moment.
+func (h *Set) awaitNot(at core.Moment) {
+	if at == 0 {
+		return
+	}
+	if w := h.moments[at]; w != nil { // else it has just passed, or failed
+		if w.waits--; w.waits == 0 {
+			delete(h.moments, at)
+		}
+	}
+}
+
+func (h *Set) StepMomentPassed(now time.Time, at core.Moment) {
+	for _, w := range h.waitersOf(at) {
+		of, ld := h.offers[w.id], h.loads.get(w.id)
+		switch {
+		case w.side == core.SideOffer && of != nil:
+			h.offerPassed(now, of, at)
+		case w.side == core.SideLoad && ld != nil && ld.after == at:
+			h.loadPassed(now, ld)
+		}
+		h.Settle(now)
+	}
+}
+
+func (h *Set) StepMomentFailed(now time.Time, e core.MomentFailed) {
+	if fault.On("failed-is-passed") {
+		defer h.Because("MomentPassed")()
+		h.StepMomentPassed(now, e.Moment)
+		return
+	}
+	h.momentFails(now, e.Moment, fmt.Sprintf("has failed: %v", e.Err))
+}
+
+// tickMoments gives up moments that have not passed in time.
+func (h *Set) tickMoments(now time.Time) {
+	for _, at := range sortedKeys(h.moments) {
+		if w := h.moments[at]; w != nil && now.Sub(w.since) >= h.opt.MomentTimeout && !fault.On("waits-for-its-moment") {
+			h.momentFails(now, at, fmt.Sprintf("has not passed within %v", h.opt.MomentTimeout))
+		}
+	}
+}
+
+func (h *Set) momentFails(now time.Time, at core.Moment, how string) {
+	defer h.Because("MomentFailed")()
+	for _, w := range h.waitersOf(at) {
+		of, ld := h.offers[w.id], h.loads.get(w.id)
+		switch {
+		case w.side == core.SideOffer && of != nil && of.awaits(at):
+			h.endOffer(now, of, Ending{core.Failed, fmt.Sprintf("transfer %q waited for moment %d of the prefill engine, and that moment %s", string(h.above.Name(of.id)), at, how)}, true)
+		case w.side == core.SideLoad && ld != nil && ld.after == at:
+			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("transfer %q waited for moment %d of the decode engine, and that moment %s", string(h.above.Name(ld.id)), at, how)}, true)
+		}
+		h.Settle(now)
+	}
+}
+
+// waitersOf takes a moment out: nobody need wait for it any more.
+func (h *Set) waitersOf(at core.Moment) []waiter {
+	w := h.moments[at]
+	if w == nil {
+		return nil
+	}
+	delete(h.moments, at)
+	return w.waiters
+}
+
+// loadAfter has a load await the moment from which on its blocks may be written.
+func (h *Set) loadAfter(now time.Time, ld *load, after core.Moment) {
+	if ld.after = after; ld.Count() == 0 {
+		ld.after = 0 // nothing is written
+	}
+	if ld.after != 0 {
+		h.await(now, ld.after, core.SideLoad, ld.id)
+	}
+}
+
+// loadPassed goes on with a load whose moment has passed.
+func (h *Set) loadPassed(now time.Time, ld *load) {
+	ld.after = 0
+	if ld.state != loadAwaiting {
+		return
+	}
+	if !ld.nameBy.IsZero() {
+		ld.nameBy = later(ld.nameBy, now.Add(h.opt.PeerTimeout/3))
+	}
+	h.proceed(now, ld)
+}
+
+// loadKept takes P's answer to a renewal of a load that it keeps as a claim.
+func (h *Set) loadKept(now time.Time, ld *load, a core.Answer) {
+	if kept, end := ofClaim(&a, ld.id); kept {
+		ld.keeper = ld.peer
+	} else if end.Code != core.OK {
+		h.endLoad(now, ld, end, false)
+	}
+}
+
+// loadPeerGone: the P agent of a load that awaits its moment does not answer any more. As
+// with a claim, another agent may take its place unless it has answered. absent: nobody
+// listens there.
+func (h *Set) loadPeerGone(now time.Time, ld *load, heard time.Time, absent bool, reason string) {
+	if ld.keeper != "" || ld.former != "" {
+		h.endLoad(now, ld, Ending{core.PeerLost, reason}, !absent)
+		return
+	}
+	h.Count.Retries++
+	ld.former, ld.until = ld.peer, later(later(heard, ld.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
+	ld.peer = ""
+	h.loadTo(ld, loadRelocating, ld.lookUp(true))
+}
+
+// checkMoments checks what waits; only in builds with the tag "invariants".
+func (h *Set) checkMoments() {
+	waits := map[core.Moment]int{}
+	for id, ld := range h.loads.byID {
+		invariants.Must(ld.after == 0 || ld.state.lookedUp() || ld.state == loadAwaiting, "load %q waits for moment %d in state %v", id, ld.after, ld.state)
+		invariants.Must(ld.after != 0 || ld.state != loadAwaiting, "load %q waits for no moment in state %v", id, ld.state)
+		if ld.after != 0 {
+			waits[ld.after]++
+		}
+	}
+	for id, of := range h.offers {
+		whole := false
+		for i := range of.growths {
+			g := &of.growths[i]
+			invariants.Must(!whole, "offer %q grows when it is whole", id)
+			if whole = g.whole; g.after != 0 {
+				waits[g.after]++
+			}
+		}
+		invariants.Must(len(of.growths) == 0 || of.growths[0].after != 0, "offer %q waits for a moment that has passed", id)
+		waiting := of.state == offerAwaiting || of.state == offerFinishing
+		invariants.Must(waiting && whole || !waiting && (!whole || of.state == offerWithdrawing), "offer %q in state %v waits for a moment of all: %v", id, of.state, whole)
+		invariants.Must(len(of.growths) == 0 || waiting || of.state == offerPrefill || of.state == offerPartial || of.state == offerWithdrawing, "offer %q in state %v waits for a moment", id, of.state)
+	}
+	for at, w := range h.moments {
+		invariants.Must(w.waits == waits[at] && w.waits > 0, "%d wait for moment %d, counted %d", waits[at], at, w.waits)
+	}
+	invariants.Must(len(waits) == len(h.moments), "%d moments are awaited, %d are known", len(waits), len(h.moments))
+}

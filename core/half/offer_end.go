@@ -1,0 +1,201 @@
+package half
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// maxElsewhere is how often a transfer goes another way before it fails. D may take the same way again.
+const maxElsewhere = 4
+
+// wordWithin is how long P waits for D's word about a transfer that D's transport expects no more. D says it when it
+// revokes the transfer, by another way than the bytes.
+const wordWithin = time.Second
+
+func (h *Set) StepWritten(now time.Time, e core.Written) {
+	of := h.offers[e.ID]
+	if of == nil {
+		return
+	}
+	defer h.Settle(now)
+	switch {
+	case of.state == offerWithdrawing:
+		h.startOver(now, of)
+		return
+	case of.state == offerEnding, of.state == offerEndingWithdrawn:
+	case !of.state.sending():
+		return
+	case errors.Is(e.Err, core.ErrOtherWay) && !of.landed && of.elsewhere < fault.Pick("elsewhere-for-ever", maxElsewhere, 1<<30):
+		of.elsewhere++
+		of.sent = nil
+		h.startOver(now, of)
+		return
+	case e.Err != nil && !of.landed:
+		of.nacked = errors.Is(e.Err, core.ErrNotExpected)
+		of.end = Ending{transportCode(e.Err), "sending to decode agent " + string(of.load.Peer) + ": " + e.Err.Error()}
+		h.Act(core.SendFinish{Peer: of.load.Peer, ID: of.id, Code: of.end.Code.AtPeer(), Reason: of.end.Reason})
+		if of.nacked {
+			of.stats, of.deadline = e.Stats, now.Add(wordWithin)
+			h.offerTo(of, offerRefused)
+			return
+		}
+	}
+	h.reportOffer(now, of, e.Stats)
+}
+
+// EndOffer ends P's half, of which D is told.
+func (h *Set) EndOffer(now time.Time, of *Offer, end Ending) { h.endOffer(now, of, end, true) }
+
+// endOffer brings P's half to its end; tell says whether D must be told. An offer that is
+// ending already keeps its first end.
+func (h *Set) endOffer(now time.Time, of *Offer, end Ending, tell bool) {
+	if of.state == offerRefused {
+		h.reportOffer(now, of, of.stats)
+		return
+	}
+	if of.state.ends() {
+		return
+	}
+	if tell && of.peer != "" && !(fault.On("no-finish-from-p") && end.Code == core.Cancelled) {
+		h.Act(core.SendFinish{Peer: of.peer, ID: of.id, Code: end.Code.AtPeer(), Reason: end.Reason})
+	}
+	of.end = end
+	switch {
+	case of.state == offerWithdrawing: // it is being stopped already
+		h.offerTo(of, offerEndingWithdrawn)
+	case of.state.sending() && !fault.On("no-stop"):
+		h.offerTo(of, offerEnding, core.StopWrite{ID: of.id})
+		if fault.On("report-before-written") {
+			h.reportOffer(now, of, core.TransferStats{})
+		}
+	default:
+		h.reportOffer(now, of, core.TransferStats{})
+	}
+}
+
+// reportOffer is the only way out of the map of offers.
+func (h *Set) reportOffer(now time.Time, of *Offer, s core.TransferStats) {
+	of.endedIn = of.state
+	h.offerTo(of, offerNone)
+	if len(h.offers) == 0 {
+		clear(h.probes) // perhaps nobody tells Tick now
+	}
+	if of.endedIn == offerEarly {
+		h.LeaveEarly(of)
+	}
+	end := Tombstone{Code: of.end.Code, Reason: of.end.Reason, Offered: !of.offered.IsZero(), Stats: s}
+	if of.nacked {
+		end.nacked = of.peer
+	}
+	h.Remember(of, of.id, end)
+	of.stats = s
+	h.outcomes = append(h.outcomes, outcome{offer: of, over: true})
+}
+
+// Remember remembers the end of an offer, or of the transfer that it was a share of. If only peers have named it, that is their word.
+func (h *Set) Remember(of *Offer, id ID, end Tombstone) {
+	if of.endedIn == offerEarly && end.Code != core.Cancelled {
+		h.Ended.addWord(of.place.who, id, end)
+	} else {
+		h.Ended.Add(id, end)
+	}
+}
+
+// Report is what the engine is told of an offer that has ended.
+func (of *Offer) Report(now time.Time) core.Report {
+	wait := now.Sub(of.offered)
+	switch {
+	case of.offered.IsZero():
+		wait = 0
+	case !of.sendAt.IsZero():
+		wait = max(of.sendAt.Sub(of.offered), 0)
+	}
+	state := of.endedIn
+	if state.stopping() {
+		state = offerSending
+	}
+	return core.Report{ID: of.id, Side: core.SideOffer, Token: of.token, Code: of.end.Code, Reason: of.end.Reason,
+		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: of.stats}
+}
+
+// overdue says whether an offer has kept the engine's blocks for too long. A D that lives, and claims or loads it in words only,
+// must not keep them for ever.
+func (h *Set) overdue(now time.Time, of *Offer) bool {
+	return !of.endBy.IsZero() && !now.Before(of.endBy) && !of.state.stopping() && !fault.On("waits-for-decode")
+}
+
+// tickOffers ends offers that have waited too long for D or for the engine, as many as a step may.
+func (h *Set) tickOffers(now time.Time) {
+	var late []ID
+	for id, of := range h.offers {
+		if !of.deadline.IsZero() && !now.Before(of.deadline) || h.overdue(now, of) {
+			late = append(late, id)
+		}
+	}
+	slices.Sort(late)
+	for _, id := range late {
+		if h.enough() {
+			h.yield()
+			return
+		}
+		h.offerLate(now, h.offers[id])
+		h.Settle(now)
+	}
+}
+
+// offerLate ends an offer that has waited too long.
+func (h *Set) offerLate(now time.Time, of *Offer) {
+	if h.overdue(now, of) {
+		reason := fmt.Sprintf("no decode agent has loaded it within %v (offer_timeout_s)", h.opt.Offer)
+		if of.peer != "" {
+			reason = fmt.Sprintf("decode agent %s has not loaded it within %v (offer_timeout_s); the offer is %s", of.peer, h.opt.Offer, of.state)
+		}
+		h.endOffer(now, of, Ending{core.Expired, reason}, true)
+		return
+	}
+	switch of.state {
+	case offerEarly:
+		h.Count.ExpiredEarly++
+		h.endOffer(now, of, Ending{core.NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), h.opt.EarlyLoad)}, true)
+	case offerPrefill:
+		if h.above.Demanded(of.id) {
+			h.endOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.lease(of))}, true)
+			return
+		}
+		of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
+	case offerReady, offerAwaiting:
+		reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), h.opt.Lease)
+		if of.peer != "" {
+			reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.opt.Lease)
+		}
+		h.endOffer(now, of, Ending{core.Expired, reason}, true)
+	case offerRefused:
+		h.reportOffer(now, of, of.stats) // D's word was lost
+	case offerPartial, offerFinishing, offerSending:
+		h.endOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
+	}
+}
+
+// peerFailure is Code.AtPeer where a peer tells of a failure. Only the bytes themselves say
+// that a load went well.
+func peerFailure(c core.Code) core.Code {
+	if c = c.AtPeer(); c == core.OK {
+		return core.Failed
+	}
+	return c
+}
+
+func transportCode(err error) core.Code {
+	switch {
+	case errors.Is(err, core.ErrConnectionLost):
+		return core.PeerLost
+	case errors.Is(err, core.ErrNotExpected):
+		return core.PeerCancelled
+	}
+	return core.Failed
+}

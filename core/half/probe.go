@@ -1,0 +1,116 @@
+package half
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// probe is a D agent whose connections broke: P asks whether it lives.
+type probe struct {
+	since  time.Time // when its connections broke, or it was heard of
+	absent int       // ticks, in a row, in which nobody listened as it: answers that say so, and those that pass meanwhile
+	asking bool
+	gone   bool     // it is, and its offers end
+	rest   []*Offer // when it is gone: those of its offers that are to end. Others are of an agent that has come back
+}
+
+func (h *Set) StepPeerDown(now time.Time, id core.AgentID) {
+	if p := h.peers[id]; p != nil {
+		p.next = now
+		h.tickPeers(now)
+	}
+	if h.probes[id] == nil && len(h.offersOf(id)) > 0 && !fault.On("no-probe") {
+		h.probes[id] = &probe{since: now, asking: true}
+		h.Act(core.SendProbe{Peer: id})
+	}
+}
+
+// offersOf lists what P keeps for a D agent.
+func (h *Set) offersOf(id core.AgentID) (ids []ID) {
+	for tid, of := range h.offers {
+		if of.peer == id {
+			ids = append(ids, tid)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// tickProbes asks the D agents again that have not answered. If none ever does, the lease
+// decides.
+func (h *Set) tickProbes(now time.Time) {
+	for _, id := range sortedKeys(h.probes) {
+		switch p := h.probes[id]; {
+		case p.gone:
+		case p.asking && p.absent > 0:
+			p.absent++ // the answer takes longer than a tick
+		case p.asking:
+		case now.Sub(p.since) >= 2*h.opt.PeerTimeout, len(h.offersOf(id)) == 0:
+			delete(h.probes, id)
+		default:
+			p.asking = true
+			h.Act(core.SendProbe{Peer: id})
+		}
+	}
+}
+
+func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
+	p := h.probes[e.Peer]
+	if p == nil || p.gone {
+		return
+	}
+	p.asking = false // again with the next tick
+	switch {
+	case e.Absent:
+		// The first was asked between two ticks.
+		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(h.absence(e.Away)/core.TickInterval), 1) {
+			return
+		}
+		p.gone = true
+		for _, tid := range h.offersOf(e.Peer) {
+			p.rest = append(p.rest, h.offers[tid])
+		}
+		h.endGone(now)
+	case e.Err != nil:
+		p.absent = 0 // somebody listens, most likely
+	default:
+		delete(h.probes, e.Peer)
+	}
+}
+
+// endGone ends the offers of the D agents that are gone, as many as a step may.
+func (h *Set) endGone(now time.Time) {
+	for _, id := range sortedKeys(h.probes) {
+		p := h.probes[id]
+		if p == nil || !p.gone {
+			continue
+		}
+		for ; len(p.rest) > 0; p.rest = p.rest[1:] {
+			of := p.rest[0]
+			if h.offers[of.id] != of || of.peer != id { // it has ended meanwhile, or waits for another agent
+				continue
+			}
+			if h.enough() {
+				h.yield()
+				return
+			}
+			h.endOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+			h.Settle(now)
+		}
+		delete(h.probes, id)
+	}
+}
+
+// absence is how long nobody must have listened as a D before it counts as gone: the time
+// in which its link comes back, with much to spare. It is counted in ticks, since nobody
+// can connect to a process that does not run.
+func (h *Set) absence(away bool) time.Duration {
+	if away || fault.On("gone-late") {
+		return h.patience()
+	}
+	return h.opt.PeerTimeout / 3
+}

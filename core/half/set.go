@@ -1,0 +1,266 @@
+package half
+
+import (
+	"cmp"
+	"iter"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/invariants"
+	"github.com/kvconn/kvconn/kv"
+)
+
+// ID names a half, on the wire and in the transports. Who stands above gives it. A half passes it on and cannot take it apart:
+// whether it is that of a part, and of which transfer, this package does not know.
+type ID = core.TransferID
+
+// Above is who stands above the halves. It alone knows what the engine has named, and which halves are the parts of one transfer.
+type Above interface {
+	// Meet hears of a half that a peer names and that is not there, or may be one of several: it makes the halves of the transfer's
+	// parts, if there are. The code is the answer to the peer.
+	Meet(now time.Time, who Party, id ID) (core.Code, string)
+	// Divided has a half, as its report says, go on as halves of these ids. It has ended, and they have not begun.
+	Divided(now time.Time, whole core.Report, ids []ID, found []core.FoundPart)
+
+	Name(id ID) core.TransferID // of the transfer, as the engine knows it
+	Beside(id ID) []*Offer      // P's halves of the transfer, this one among them
+	Demanded(id ID) bool        // P's engine waits for the transfer's loads
+	Loaded(id ID)               // an offer has its load now
+
+	// How a half has ended, or, unless it is over, that its end has begun. Above may end other halves then.
+	ClaimEnded(r core.Report, over bool)
+	LoadEnded(now time.Time, r core.Report, over bool)
+	OfferEnded(now time.Time, of *Offer)
+	Forgotten(id ID) // the halves of an early transfer are gone as if they had not come
+}
+
+// Set is all halves of one machine.
+type Set struct {
+	opt    core.Options
+	layout *kv.Layout
+	above  Above
+	seq    uint64
+	awake  time.Time // last time that this process is known to have run
+	Count  core.Counters
+
+	// D's half.
+	claims    halves[*claim]
+	loads     halves[*load]
+	farewells halves[*farewell]
+	peers     map[core.AgentID]*peer // the P agents that claims and loads wait for
+
+	// P's half.
+	offers      map[ID]*Offer
+	early       int                     // offers that no call of the engine backs yet
+	earlyBlocks int                     // block ids that they hold
+	earlyOf     greedy                  // who has brought them
+	earlyLoads  greedy                  // and their loads, each with the weight of its block ids
+	probes      map[core.AgentID]*probe // the D agents that P asks whether they live
+	Ended       Tombstones
+
+	moments map[core.Moment]*awaited // that halves wait for
+
+	ends    int  // offers that this step has ended
+	yielded bool // Resume is to come
+
+	outcomes []outcome // Settle takes them
+	actions  []core.Action
+	taken    observer
+}
+
+// New makes a Set for one registered layout; the options have their defaults.
+func New(layout *kv.Layout, opt core.Options, above Above) *Set {
+	return &Set{
+		opt: opt, layout: layout, above: above, taken: observer{tell: opt.OnTransition},
+		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*farewell](), peers: map[core.AgentID]*peer{},
+		offers: map[ID]*Offer{}, moments: map[core.Moment]*awaited{}, earlyOf: newGreedy(), earlyLoads: newGreedy(), probes: map[core.AgentID]*probe{},
+		Ended: newTombstones(opt.MaxTransfers),
+	}
+}
+
+// Begin begins a step.
+func (h *Set) Begin(e core.Event) {
+	h.taken.begin(e)
+	h.ends = 0
+	if _, load := e.(core.LoadMessage); load {
+		h.actions = make([]core.Action, 0, 2) // most have an answer and a Write
+	}
+}
+
+// End ends a step: its actions, the answer first, which may be nil.
+func (h *Set) End(answer core.Action) []core.Action {
+	if answer != nil {
+		h.actions = slices.Insert(h.actions, 0, answer)
+	}
+	h.taken.end()
+	actions := h.actions
+	h.actions = nil
+	return actions
+}
+
+// halves are all halves of D's of one kind, by their ids; those with a rank of an engine count apart.
+type halves[T interface{ withRank() bool }] struct {
+	byID  map[ID]T
+	ranks int
+}
+
+func newHalves[T interface{ withRank() bool }]() halves[T] { return halves[T]{byID: map[ID]T{}} }
+
+func (h *halves[T]) get(id ID) T { return h.byID[id] }
+
+func (h *halves[T]) put(id ID, v T) {
+	if _, there := h.byID[id]; !there && v.withRank() {
+		h.ranks++
+	}
+	h.byID[id] = v
+}
+
+func (h *halves[T]) drop(id ID) {
+	if v, there := h.byID[id]; there && v.withRank() {
+		h.ranks--
+	}
+	delete(h.byID, id)
+}
+
+// whole is how many of them are with a whole engine.
+func (h *halves[T]) whole() int { return len(h.byID) - h.ranks }
+
+// Len is how many halves there are, and what P must still hear of others.
+func (h *Set) Len() int {
+	return len(h.claims.byID) + len(h.loads.byID) + len(h.farewells.byID) + len(h.offers)
+}
+
+// Claims, Loads and Farewell say whether there is such a half, or an end of one of which P must still hear.
+func (h *Set) Claims(id ID) bool { return h.claims.get(id) != nil }
+
+// Loads: see Claims.
+func (h *Set) Loads(id ID) bool { return h.loads.get(id) != nil }
+
+// Farewell: see Claims.
+func (h *Set) Farewell(id ID) bool { return h.farewells.get(id) != nil }
+
+// Offer is P's half of this id; nil if there is none.
+func (h *Set) Offer(id ID) *Offer { return h.offers[id] }
+
+// WholeClaims is how many claims are with a whole engine.
+func (h *Set) WholeClaims() int { return h.claims.whole() }
+
+// WholeLoads is how many loads are with a whole engine, and how many cancelled ones of which P must still hear.
+func (h *Set) WholeLoads() int { return h.loads.whole() + h.farewells.whole() }
+
+// Backed is how many offers a call of the engine backs.
+func (h *Set) Backed() int { return len(h.offers) - h.early }
+
+// Offers is how many offers there are.
+func (h *Set) Offers() int { return len(h.offers) }
+
+// IDs are those of all halves of a side, a claim's for SideClaim; for checks.
+func (h *Set) IDs(of core.Side) iter.Seq[ID] {
+	switch of {
+	case core.SideClaim:
+		return maps.Keys(h.claims.byID)
+	case core.SideLoad:
+		return maps.Keys(h.loads.byID)
+	}
+	return maps.Keys(h.offers)
+}
+
+// begin is called before a half is added: while there is none, perhaps nobody ticks.
+func (h *Set) begin(now time.Time) {
+	if h.Len() == 0 {
+		h.awake = now
+	}
+}
+
+// Tick takes the time.
+func (h *Set) Tick(now time.Time) {
+	h.noticePause(now)
+	h.tickMoments(now)
+	h.tickOffers(now)
+	h.tickProbes(now)
+	h.tickLookups(now)
+	h.tickLoads(now)
+	h.tickPeers(now)
+}
+
+// Close ends all halves.
+func (h *Set) Close(now time.Time) {
+	end := Ending{core.Closed, "the decode agent was closed"}
+	for _, id := range sortedKeys(h.claims.byID) {
+		h.DropClaim(id, end)
+		h.Settle(now)
+	}
+	for _, id := range sortedKeys(h.loads.byID) {
+		h.EndLoad(now, id, end)
+		h.Settle(now)
+	}
+	// P hears no more of what was being looked up. The end of another part may have made
+	// farewells just now.
+	h.farewells = newHalves[*farewell]()
+	h.restPeers()
+	for _, id := range sortedKeys(h.offers) {
+		h.EndOffer(now, h.offers[id], Ending{core.Closed, "the prefill agent was closed"})
+		h.Settle(now)
+	}
+}
+
+// Abandon ends all halves at once, and tells nobody but who stands above.
+func (h *Set) Abandon(now time.Time) {
+	for _, id := range sortedKeys(h.claims.byID) {
+		h.claimTo(h.claims.get(id), claimNone)
+	}
+	for _, id := range sortedKeys(h.loads.byID) {
+		if ld := h.loads.get(id); ld != nil {
+			h.reportLoad(ld)
+			h.Settle(now)
+		}
+	}
+	h.farewells = newHalves[*farewell]()
+	h.restPeers()
+	for _, id := range sortedKeys(h.offers) {
+		h.reportOffer(now, h.offers[id], core.TransferStats{})
+		h.Settle(now)
+	}
+}
+
+// Remembered are values of the newest transfers, as many as limit.
+type Remembered[T any] struct {
+	limit int
+	byID  map[ID]T
+	order []ID
+}
+
+// Remember makes a Remembered.
+func Remember[T any](limit int) Remembered[T] {
+	return Remembered[T]{limit: limit, byID: map[ID]T{}}
+}
+
+// Get is a transfer's value.
+func (r *Remembered[T]) Get(id ID) T { return r.byID[id] }
+
+// Len is how many are remembered.
+func (r *Remembered[T]) Len() int { return len(r.byID) }
+
+// Put gives a transfer a value.
+func (r *Remembered[T]) Put(id ID, v T) {
+	if _, known := r.byID[id]; !known {
+		for len(r.order) >= r.limit {
+			delete(r.byID, r.order[0])
+			r.order = r.order[1:]
+		}
+		r.order = append(r.order, id)
+	}
+	r.byID[id] = v
+}
+
+// Check panics when the order contradicts the values; only in builds with the tag "invariants".
+func (r *Remembered[T]) Check(what string) {
+	invariants.Must(len(r.order) == len(r.byID) && len(r.byID) <= r.limit, "%d %s, %d in order", len(r.byID), what, len(r.order))
+}
+
+// sortedKeys gives maps one order, so that a run can be repeated.
+func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K {
+	return slices.Sorted(maps.Keys(m))
+}

@@ -1,0 +1,91 @@
+package half
+
+import (
+	"iter"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+)
+
+// Sizes counts them; it walks over all loads. What stands above is left out.
+func (h *Set) Sizes() core.Sizes {
+	s := core.Sizes{
+		Loads: len(h.loads.byID) + len(h.claims.byID) + len(h.farewells.byID), Claims: len(h.claims.byID), Peers: len(h.peers),
+		Offers: len(h.offers), Early: h.early, Probes: len(h.probes), Moments: len(h.moments), Ended: h.Ended.Len(),
+	}
+	for _, c := range h.claims.byID {
+		if c.state == claimKept {
+			s.Kept++
+		}
+	}
+	for _, ld := range h.loads.byID {
+		if ld.state == loadWaiting {
+			s.Waiting++
+		}
+	}
+	return s
+}
+
+// OldestWait is how long the oldest half has waited of those whose report is owed to the
+// engine.
+func (h *Set) OldestWait(now time.Time) time.Duration {
+	oldest := now
+	for _, ld := range h.loads.byID {
+		if ld.started.Before(oldest) {
+			oldest = ld.started
+		}
+	}
+	for _, of := range h.offers {
+		if !of.offered.IsZero() && of.offered.Before(oldest) {
+			oldest = of.offered
+		}
+	}
+	return now.Sub(oldest)
+}
+
+// At is the agent at the other end of a half, "" if it is not known, and the half's state, "-" if there is no half.
+func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
+	if s == core.SideOffer {
+		if of := h.offers[id]; of != nil {
+			return of.peer, of.State()
+		}
+		return "", "-"
+	}
+	if ld := h.loads.get(id); ld != nil {
+		return ld.peer, ld.state.String()
+	}
+	if c := h.claims.get(id); c != nil {
+		return c.peer, c.state.String()
+	}
+	if h.Farewell(id) {
+		return "", "farewell"
+	}
+	return "", "-"
+}
+
+// Given are the halves whose blocks may be read or written, or will be.
+func (h *Set) Given() iter.Seq[ID] {
+	return func(yield func(ID) bool) {
+		for id, ld := range h.loads.byID {
+			if ld.Count() > 0 && !yield(id) {
+				return
+			}
+		}
+		for id, of := range h.offers {
+			if of.Given() && !yield(id) {
+				return
+			}
+		}
+	}
+}
+
+// Given says whether blocks of an offer may be read, or will be.
+func (of *Offer) Given() bool {
+	return of.held.Count() > 0 || of.state.sending() || of.state.stopping()
+}
+
+// GivenLoad says whether there is a load whose blocks may be written, or will be.
+func (h *Set) GivenLoad(id ID) bool {
+	ld := h.loads.get(id)
+	return ld != nil && ld.Count() > 0
+}

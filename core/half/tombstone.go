@@ -1,0 +1,89 @@
+package half
+
+import (
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// Tombstones remember, within a bound, how transfers ended. So a late or doubled message
+// is answered by the truth and not by a new wait. What only peers have named is remembered
+// apart, so that no peer can have this agent forget what its engine knows.
+type Tombstones struct {
+	own   Remembered[Tombstone]
+	words words
+}
+
+// Tombstone is how a transfer has ended.
+type Tombstone struct {
+	Code    core.Code
+	Reason  string
+	Offered bool               // the engine has had its report
+	nacked  core.AgentID       // the D whose transport did not expect it any more
+	Stats   core.TransferStats // of the write that had ended before the engine offered
+}
+
+func newTombstones(limit int) Tombstones {
+	return Tombstones{Remember[Tombstone](limit), words{limit: limit, byID: map[ID]word{}, of: newGreedy()}}
+}
+
+// Get says how a transfer has ended, or a part of one, if that is remembered.
+func (t *Tombstones) Get(id ID) (end Tombstone, gone bool) {
+	if end, gone = t.own.byID[id]; !gone {
+		w, known := t.words.byID[id]
+		return w.Tombstone, known
+	}
+	return end, gone
+}
+
+// Add remembers how a transfer of the engine has ended.
+func (t *Tombstones) Add(id ID, end Tombstone) {
+	if fault.On("no-tombstones") {
+		delete(t.own.byID, id)
+		t.own.order = nil
+		return
+	}
+	t.words.drop(id)
+	t.own.Put(id, end)
+}
+
+// addWord remembers how a transfer has ended that only peers have named, from first.
+func (t *Tombstones) addWord(from Party, id ID, end Tombstone) {
+	switch {
+	case fault.On("no-tombstones"):
+	case fault.On("words-push-out"):
+		t.own.Put(id, end)
+	default:
+		t.words.put(from, id, end)
+	}
+}
+
+// Len is how many are remembered.
+func (t *Tombstones) Len() int { return len(t.own.byID) + len(t.words.byID) }
+
+// words are ends of the newest transfers that only peers have named, as many as limit. The
+// account that has named the most gives way.
+type words struct {
+	limit int
+	byID  map[ID]word
+	of    greedy
+}
+
+type word struct {
+	Tombstone
+	of *stake
+}
+
+func (w *words) put(from Party, id ID, end Tombstone) {
+	w.drop(id)
+	w.byID[id] = word{end, w.of.add(from, id, 1)}
+	if len(w.byID) > w.limit {
+		w.drop(w.of.oldest().id)
+	}
+}
+
+func (w *words) drop(id ID) {
+	if old, known := w.byID[id]; known {
+		delete(w.byID, id)
+		w.of.change(old.of, -1)
+	}
+}

@@ -1,0 +1,75 @@
+package half
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/kv"
+)
+
+// Withdraw takes an offer's blocks back.
+func (h *Set) Withdraw(of *Offer) {
+	of.held, of.ready, of.sent = kv.Selection{}, nil, nil
+	if !fault.On("withdrawn-grow") {
+		h.awaitNothing(of)
+	}
+	switch of.state {
+	case offerPartial:
+		h.Count.Withdrawn++
+		next := offerWithdrawing
+		if of.landed { // D has all that it asked for
+			next = offerEndingWithdrawn
+		}
+		h.offerTo(of, next)
+		if !fault.On("not-stopped") {
+			h.Act(core.StopWrite{ID: of.id})
+		}
+	case offerEnding:
+		h.offerTo(of, offerEndingWithdrawn)
+	}
+}
+
+// Reading says whether blocks that were given before a Withdraw may still be read.
+func (of *Offer) Reading() bool {
+	switch of.state {
+	case offerWithdrawing, offerEndingWithdrawn:
+		return !fault.On("not-read")
+	case offerPartial:
+		return true
+	case offerEnding:
+		return of.offered.IsZero() // else they are free with the report
+	}
+	return false
+}
+
+// maxVoided is more loads than D may repeat in the time that it insists.
+const maxVoided = 64
+
+// startOver has D load anew: nobody reads the blocks for the write any more.
+func (h *Set) startOver(now time.Time, of *Offer) {
+	void := digest(of.load.Grant)
+	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)
+	if fault.On("anew-untold") {
+		of.voided = nil
+	} else {
+		h.Act(core.SendRestart{Peer: of.peer, ID: of.id, Digest: void})
+	}
+	of.load, of.sendAt, of.deadline = nil, time.Time{}, now.Add(h.opt.Lease)
+	next := offerPrefill
+	switch {
+	case len(of.growths) > 0 && !of.offered.IsZero():
+		next = offerAwaiting
+	case !of.offered.IsZero():
+		next = offerReady
+	}
+	h.offerTo(of, next)
+}
+
+// digest names a grant: a restart is of one load, and void for a later one.
+func digest(grant []byte) string {
+	sum := sha256.Sum256(grant)
+	return fmt.Sprintf("%x", sum[:8])
+}

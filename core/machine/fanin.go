@@ -1,0 +1,178 @@
+package machine
+
+import (
+	"cmp"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/half"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// D's fan-in: a claim or load of a transfer that several P ranks have. Each part is a
+// claim or load of its own, of one peer. The engine knows only the transfer.
+
+// parts are what the fan-ins of claims and of loads have in common.
+type parts struct {
+	id    core.TransferID
+	from  core.Target      // the engine that they were found to be ranks of
+	found []core.FoundPart // the ranks
+	ids   []core.TransferID
+	left  int // parts that have not ended
+}
+
+type claimFanIn struct{ parts }
+
+type loadFanIn struct {
+	parts
+	token   uint64
+	started time.Time
+	blocks  int
+	sum     sum
+}
+
+// sum is what the parts of one half have come to so far.
+type sum struct {
+	code   core.Code
+	reason string
+	state  string // the state in which the part ended that the code is from
+	peer   core.AgentID
+	from   core.Target
+	wait   time.Duration
+	stats  core.TransferStats
+}
+
+// decide takes how a part ends; the first part that failed decides.
+func (s *sum) decide(r *core.Report) {
+	if s.code == core.OK {
+		s.code, s.reason, s.state, s.peer, s.from = r.Code, r.Reason, r.State, r.Peer, r.From
+	}
+}
+
+// add takes a part's report.
+func (s *sum) add(r *core.Report) {
+	s.decide(r)
+	s.wait = max(s.wait, r.Wait)
+	s.stats.Bytes += r.Stats.Bytes
+	s.stats.Segments += r.Stats.Segments
+	s.stats.Nanos = max(s.stats.Nanos, r.Stats.Nanos)
+	s.stats.Via = cmp.Or(s.stats.Via, r.Stats.Via)
+}
+
+// Divided makes a fan-in of a claim or load that was found to have parts.
+func (m above) Divided(now time.Time, whole core.Report, ids []half.ID, found []core.FoundPart) {
+	p := parts{whole.ID, whole.From, found, ids, len(ids)}
+	if whole.Side == core.SideClaim {
+		m.fans.claims[p.id] = &claimFanIn{p}
+	} else {
+		m.fans.loads[p.id] = &loadFanIn{parts: p, token: whole.Token, started: now.Add(-whole.Elapsed), blocks: whole.Blocks}
+	}
+}
+
+// loadClaimedParts begins a load of a transfer whose claim has parts, and says whether it
+// did. A claim of another engine ends.
+func (m *Machine) loadClaimedParts(now time.Time, r core.LoadRequest) bool {
+	c := m.fans.claims[r.ID]
+	if c == nil {
+		return false
+	}
+	if c.from != r.From || fault.On("found-claim-lost") {
+		m.dropClaimFanIn(r.ID, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
+		return false
+	}
+	f := &loadFanIn{parts: c.parts, token: r.Token, started: now, blocks: r.Count()}
+	f.left = len(f.ids)
+	delete(m.fans.claims, r.ID)
+	m.fans.loads[r.ID] = f
+	for i := range f.found {
+		m.halves.Load(now, core.LoadRequest{ID: f.ids[i], From: f.found[i].From, Selection: r.Cut(m.layout, f.found[i].Regions), Prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), After: fault.Pick("parts-at-once", r.After, 0)}, true)
+	}
+	return true
+}
+
+// endLoadFanIn ends the parts of a load that have not ended, and says whether it goes in parts. P is told the same end.
+func (m *Machine) endLoadFanIn(now time.Time, id core.TransferID, end half.Ending) bool {
+	f := m.fans.loads[id]
+	if f == nil {
+		return false
+	}
+	for _, part := range f.ids {
+		m.halves.EndLoad(now, part, end)
+	}
+	return true
+}
+
+// dropClaimFanIn ends the parts of a claim, and says whether it goes in parts.
+func (m *Machine) dropClaimFanIn(id core.TransferID, end half.Ending) bool {
+	f := m.fans.claims[id]
+	if f == nil {
+		return false
+	}
+	delete(m.fans.claims, id)
+	for _, part := range f.ids {
+		m.halves.DropClaim(part, end)
+	}
+	return true
+}
+
+// LoadEnded takes a load's end to the engine. If the load is a part, the first part that
+// fails ends the other parts, also while it is fenced itself. The engine's blocks are free
+// when no byte of any part can land.
+func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
+	if !isPart(r.ID) {
+		if over {
+			m.halves.Act(r)
+		}
+		return
+	}
+	f := m.fans.loads[nameOf(r.ID)]
+	if f == nil {
+		return // the engine has its Report
+	}
+	failed := f.sum.code == core.OK && r.Code != core.OK
+	f.sum.decide(&r)
+	if failed && !fault.On("others-go-on") {
+		undo := m.halves.Because("PartFails")
+		m.endLoadFanIn(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.reason})
+		undo()
+	}
+	if !over {
+		return
+	}
+	f.sum.add(&r)
+	if f.left--; f.left > fault.Pick("first-source-ends", 0, len(f.ids)-1) {
+		return
+	}
+	delete(m.fans.loads, f.id)
+	elapsed, s := now.Sub(f.started), &f.sum
+	m.halves.Act(core.Report{ID: f.id, Parts: f.ids, Side: core.SideLoad, Token: f.token, Code: s.code, Reason: s.reason, Blocks: f.blocks,
+		Wait: max(elapsed-time.Duration(s.stats.Nanos), 0), Elapsed: elapsed, State: s.state, Peer: s.peer, From: s.from, Stats: s.stats})
+}
+
+// ClaimEnded takes a claim's end. If the claim was lost, the engine is told, and so is P
+// unless P knows it. If the claim is a part, the other parts end too, as those of a load do
+// when the first fails.
+func (m above) ClaimEnded(r core.Report, over bool) {
+	whole := !isPart(r.ID)
+	f := m.fans.claims[nameOf(r.ID)] // nil: all parts have been dropped already
+	end := half.Ending{Code: core.Cancelled, Reason: r.Reason}
+	switch {
+	case whole && over, !whole && f == nil:
+		return
+	case whole:
+		m.halves.DropClaim(r.ID, end)
+	case over:
+		if f.left--; f.left == 0 {
+			delete(m.fans.claims, f.id)
+		}
+		return
+	default:
+		defer m.halves.Because("PartFails")()
+		r.ID, r.From = f.id, f.from
+		if fault.On("lost-twice") {
+			m.halves.Act(r)
+		}
+		m.dropClaimFanIn(f.id, end)
+	}
+	m.reportLost(r)
+}

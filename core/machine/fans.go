@@ -1,0 +1,93 @@
+package machine
+
+import (
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/half"
+	"github.com/kvconn/kvconn/internal/invariants"
+)
+
+// fans are the transfers that go in parts. Only this package knows that an engine has several ranks: fans.go, fanin.go, fanout.go
+// and share.go. Each half knows one peer. The calls of the engine reach the parts of a transfer by halfOf, dropClaimFanIn and
+// endLoadFanIn.
+type fans struct {
+	claims map[core.TransferID]*claimFanIn
+	loads  map[core.TransferID]*loadFanIn
+	offers map[core.TransferID]*fanOut
+}
+
+func newFans() fans {
+	return fans{claims: map[core.TransferID]*claimFanIn{}, loads: map[core.TransferID]*loadFanIn{}, offers: map[core.TransferID]*fanOut{}}
+}
+
+// above is the machine as the halves know it.
+type above struct{ *Machine }
+
+func (m above) Name(id half.ID) core.TransferID { return nameOf(id) }
+func (m above) Beside(id half.ID) []*half.Offer { return m.halfOf(nameOf(id)) }
+func (m above) Demanded(id half.ID) bool        { return m.demands[nameOf(id)] }
+func (m above) Loaded(id half.ID)               { m.demanded(nameOf(id)) }
+func (m above) Forgotten(id half.ID)            { delete(m.fans.offers, nameOf(id)) }
+
+// claimed and loading say whether the engine has claimed a transfer, or loads it.
+func (m *Machine) claimed(id core.TransferID) bool {
+	return m.halves.Claims(id) || m.fans.claims[id] != nil
+}
+
+func (m *Machine) loading(id core.TransferID) bool {
+	return m.halves.Loads(id) || m.fans.loads[id] != nil
+}
+
+func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans.claims) }
+
+// namedLoads is how many loads the engine has named, besides one of this id. A cancelled
+// load of which P must still hear counts too.
+func (m *Machine) namedLoads(id core.TransferID) int {
+	n := m.halves.WholeLoads() + len(m.fans.loads)
+	if m.halves.Farewell(id) {
+		n--
+	}
+	return n
+}
+
+// checkFanIns checks the parts of D's halves, and their counts; only in builds with the tag "invariants".
+func (m *Machine) checkFanIns() {
+	left := map[core.TransferID]int{}
+	for id := range m.halves.IDs(core.SideClaim) {
+		if isPart(id) {
+			left[nameOf(id)]++
+			invariants.Must(m.fans.claims[nameOf(id)] != nil, "claim %q is a part of none", id)
+		}
+	}
+	for id := range m.halves.IDs(core.SideLoad) {
+		if isPart(id) {
+			left[nameOf(id)]++
+			invariants.Must(m.fans.loads[nameOf(id)] != nil, "load %q is a part of none", id)
+		}
+	}
+	check := func(id core.TransferID, p *parts) {
+		invariants.Must(p.id == id && p.left == left[id] && p.left > 0, "load %q has %d of %d parts, counted %d", id, left[id], len(p.ids), p.left)
+		invariants.Must(!m.halves.Claims(id) && !m.halves.Loads(id), "load %q is whole and in parts", id)
+	}
+	for id, f := range m.fans.claims {
+		check(id, &f.parts)
+		invariants.Must(m.fans.loads[id] == nil, "transfer %q is claimed and loaded", id)
+	}
+	for id, f := range m.fans.loads {
+		check(id, &f.parts)
+	}
+}
+
+// checkFanOuts checks the shares of P's halves likewise.
+func (m *Machine) checkFanOuts() {
+	for id, f := range m.fans.offers {
+		live := m.halfOf(id)
+		invariants.Must(f.id == id && len(live) == f.left && f.left > 0 && len(f.parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)
+		invariants.Must(m.halves.Offer(id) == nil, "offer %q is whole and in parts", id)
+		for _, of := range live {
+			invariants.Must(of.Offered().Equal(f.offered), "a part of offer %q is in state %v", id, of.State())
+		}
+	}
+	for id := range m.halves.IDs(core.SideOffer) {
+		invariants.Must(!isPart(id) || m.fans.offers[nameOf(id)] != nil, "offer %q is a part of none", id)
+	}
+}

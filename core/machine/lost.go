@@ -1,0 +1,63 @@
+package machine
+
+import (
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/half"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/invariants"
+)
+
+// With Options.ReportClaims the engine gets a Report of SideClaim, one for all parts, of a
+// claim whose load could only fail. The claim is then forgotten. So an engine that queues
+// a request until it has blocks hears before that its P is gone. If a LoadRequest follows all the
+// same, it ends as the claim did.
+
+func (m *Machine) reportLost(r core.Report) {
+	m.halves.Count.ClaimsLost++
+	if !fault.On("lost-forgotten") {
+		m.lost.Put(r.ID, r)
+	}
+	m.halves.Act(r)
+}
+
+// wasLost says whether the newest claim of an id was reported.
+func (m *Machine) wasLost(id core.TransferID) bool { return m.lost.Get(id).Code != core.OK }
+
+// forgetLost forgets what an earlier claim of the same id came to.
+func (m *Machine) forgetLost(id core.TransferID) {
+	if m.wasLost(id) {
+		m.lost.Put(id, core.Report{})
+	}
+}
+
+// loadOfLost reports a load whose claim was lost, as the claim ended, and says whether it
+// did. A load that only lets go never fails.
+func (m *Machine) loadOfLost(r *core.LoadRequest) bool {
+	lost := m.lost.Get(r.ID)
+	if lost.Code == core.OK || lost.From != r.From {
+		return false
+	}
+	lost.Side, lost.Token, lost.Blocks, lost.Elapsed = core.SideLoad, r.Token, r.Count(), 0
+	if lost.Blocks == 0 {
+		lost.Code, lost.Reason = core.OK, half.NothingToLoad
+	}
+	m.halves.Act(lost)
+	return true
+}
+
+// Untold is how many Reports of claims may still come without a further call of the
+// engine: with Options.ReportClaims, one for each claim that has not ended.
+func (m *Machine) Untold() int {
+	if !m.opt.ReportClaims {
+		return 0
+	}
+	return m.namedClaims()
+}
+
+// checkLost checks the reported claims; only in builds with the tag "invariants".
+func (m *Machine) checkLost() {
+	m.lost.Check("lost claims")
+	for id := range m.halves.IDs(core.SideClaim) {
+		invariants.Must(!m.wasLost(nameOf(id)), "claim %q was reported as lost and is under way", id)
+	}
+}

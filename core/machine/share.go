@@ -1,0 +1,77 @@
+package machine
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
+)
+
+// Where several ranks of an engine have a share of a transfer, each part is a transfer of its
+// own below the engine's call: it has an id of its own (PartID), and with it its own claim,
+// lease, grant and fence. Fan-in (D) and fan-out (P) give the engine, which knows one id, one
+// Report for all parts.
+
+// partMark stands between a transfer's id and its share: no id holds a NUL.
+const partMark = "\x00"
+
+// MaxPartID is the longest id that PartID gives: [kv.MaxShares] has two digits, [kv.MaxSources] five.
+const MaxPartID = core.MaxTransferID + 16
+
+// PartID is the id of a share of a transfer, on the wire and in the transports of
+// both sides.
+func PartID(id core.TransferID, s kv.Share) core.TransferID {
+	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, partMark, s.K, s.Of, s.Source))
+}
+
+// splitPart is the reverse of PartID; ok says that it is one, and well formed.
+func splitPart(part core.TransferID) (id core.TransferID, s kv.Share, ok bool) {
+	base, text, found := strings.Cut(string(part), partMark)
+	if !found || len(part) > MaxPartID {
+		return "", kv.Share{}, false
+	}
+	k, rest, _ := strings.Cut(text, "/")
+	of, source, _ := strings.Cut(rest, "@")
+	for _, f := range []struct {
+		text string
+		to   *int
+	}{{k, &s.K}, {of, &s.Of}, {source, &s.Source}} {
+		n, err := strconv.ParseUint(f.text, 10, 16)
+		if err != nil {
+			return "", kv.Share{}, false
+		}
+		*f.to = int(n)
+	}
+	id = core.TransferID(base)
+	return id, s, checkID(id) == nil && s.Check() == nil && PartID(id, s) == part
+}
+
+func checkID(id core.TransferID) error {
+	if len(id) == 0 || len(id) > core.MaxTransferID {
+		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
+	}
+	for i := 0; i < len(id); i++ {
+		if id[i] == 0 {
+			return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
+		}
+	}
+	return nil
+}
+
+func isPart(id core.TransferID) bool { return strings.Contains(string(id), partMark) }
+
+// checkWireID is checkID for what a peer names: an id, or a part of one.
+func checkWireID(id core.TransferID) error {
+	if _, _, ok := splitPart(id); ok {
+		return nil
+	}
+	return checkID(id)
+}
+
+// nameOf is the id that the engine knows a half by, or a part of it.
+func nameOf(id core.TransferID) core.TransferID {
+	name, _, _ := strings.Cut(string(id), partMark)
+	return core.TransferID(name)
+}

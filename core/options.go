@@ -1,0 +1,72 @@
+package core
+
+import (
+	"errors"
+	"time"
+)
+
+// Errors of a Refuse; they are wrapped with the value and the remedy.
+var (
+	ErrInvalid   = errors.New("invalid argument")
+	ErrDuplicate = errors.New("already under way")
+	ErrOverload  = errors.New("too many transfers")
+	ErrClosed    = errors.New("agent is closed")
+)
+
+// TickInterval is how often a Machine must be told Tick while it is busy.
+const TickInterval = 100 * time.Millisecond
+
+// Defaults are the Options of an agent that sets none, and the only place of these
+// numbers.
+var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, Load: time.Hour, Offer: time.Hour, MomentTimeout: time.Minute, MaxTransfers: 4096, Ends: 16}
+
+// Options bound a Machine's waits and queues. Zero values get the Defaults.
+type Options struct {
+	Lease         time.Duration // P keeps an offer that nobody renews
+	PeerTimeout   time.Duration // silence after which a peer counts as gone
+	EarlyLoad     time.Duration // P keeps a claim or load whose request its engine has not named
+	Claim         time.Duration // D keeps a claim that no load follows
+	Load          time.Duration // D waits for a load's bytes, whatever P says
+	Offer         time.Duration // P keeps an offer, whatever D says
+	MomentTimeout time.Duration // a moment that has not passed by then fails, and a load that D's own memory holds up for so long
+	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
+	Ends          int           // P: offers that a step ends before Yield, see pace.go
+	ReportDemands bool          // P: Report when an announced transfer is demanded
+	ReportClaims  bool          // D: Report a claim that cannot succeed any more
+
+	// OnTransition hears of each change of a half's state, for tests; may be nil.
+	OnTransition func(Transition)
+	// OnStep hears of each step, for tests; may be nil. Only builds with the tag "invariants" have it: without the tag
+	// no event need be kept on the heap.
+	OnStep func(now time.Time, e Event, actions []Action)
+}
+
+// WithDefaults are the Options with the Defaults in the place of what is not set.
+func (o Options) WithDefaults() Options {
+	def := func(d *time.Duration, v time.Duration) {
+		if *d <= 0 {
+			*d = v
+		}
+	}
+	def(&o.Lease, Defaults.Lease)
+	def(&o.PeerTimeout, Defaults.PeerTimeout)
+	def(&o.EarlyLoad, Defaults.EarlyLoad)
+	def(&o.Claim, Defaults.Claim)
+	def(&o.Load, Defaults.Load)
+	def(&o.Offer, Defaults.Offer)
+	def(&o.MomentTimeout, Defaults.MomentTimeout)
+	if o.MaxTransfers <= 0 {
+		o.MaxTransfers = Defaults.MaxTransfers
+	}
+	if o.Ends <= 0 {
+		o.Ends = Defaults.Ends
+	}
+	return o
+}
+
+// Transition is one change of a half's state in one event, as the tables of doc.go
+// have them.
+type Transition struct {
+	Half, From, Event, To string // From "-": the half begins; To "-": it has ended
+	Actions               string // those of this half that the event brought about, sorted, each once
+}
