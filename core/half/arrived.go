@@ -143,8 +143,10 @@ func (h *Set) renewed(now time.Time, who Party, id ID, claim bool) core.Answer {
 	if of.state != offerEarly && !of.state.stopping() && !fault.On("no-renewal") && !(fault.On("claim-not-kept") && claim) {
 		of.deadline = now.Add(h.lease(of))
 		if fault.On("lease-of-all") {
-			for _, o := range h.above.Beside(id) {
-				o.deadline = of.deadline
+			for _, other := range h.above.Shares(id) {
+				if o := h.offers[other]; o != nil {
+					o.deadline = of.deadline
+				}
 			}
 		}
 	}

@@ -72,36 +72,38 @@ func (h *Set) trimEarly(now time.Time) {
 
 // giveWay ends an early transfer, all shares of it. If no share is loaded, nobody need be told.
 func (h *Set) giveWay(now time.Time, s *stake) {
-	half, told := h.above.Beside(s.id), fault.On("claims-told")
+	ids, told := h.above.Shares(s.id), fault.On("claims-told")
+	if ids == nil {
+		ids = []ID{s.id}
+	}
 	if fault.On("shares-give-way-apart") {
-		half, told = half[:1], true
+		ids, told = ids[:1], true
 	}
-	for _, of := range half {
-		told = told || of.load != nil
+	for _, id := range ids {
+		of := h.offers[id]
+		told = told || of != nil && of.load != nil
 	}
-	if !told {
-		h.forgetEarly(s.id, half)
+	for _, id := range ids {
+		switch of := h.offers[id]; {
+		case of == nil: // it has ended
+		case told:
+			h.endOffer(now, of, Ending{core.Refused, noRoom}, true)
+			h.Settle(now)
+		default: // as if it had not come
+			h.offerTo(of, offerNone)
+			h.LeaveEarly(of)
+		}
+	}
+	if told {
 		return
 	}
-	for _, of := range half {
-		h.endOffer(now, of, Ending{core.Refused, noRoom}, true)
-		h.Settle(now)
-	}
-}
-
-const noRoom = "the prefill engine has no room for so many claims and loads of requests that it does not know"
-
-// forgetEarly takes the claims of a transfer back out, as if they had not come.
-func (h *Set) forgetEarly(id ID, half []*Offer) {
-	for _, of := range half {
-		h.offerTo(of, offerNone)
-		h.LeaveEarly(of)
-	}
-	h.above.Forgotten(id)
+	h.above.Forgotten(s.id)
 	if len(h.offers) == 0 {
 		clear(h.probes) // as in reportOffer
 	}
 }
+
+const noRoom = "the prefill engine has no room for so many claims and loads of requests that it does not know"
 
 // cameEarly counts an early offer: at the place of its transfer, nil if it is the first of it.
 func (h *Set) cameEarly(of *Offer, at *earlyPlace, who Party) *earlyPlace {

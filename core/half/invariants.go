@@ -89,9 +89,14 @@ func (h *Set) checkLoads() (busy int) {
 // checkEarly: what only peers have named is counted for each of them.
 func (h *Set) checkEarly() {
 	places, blocks := 0, 0
+	of := map[core.TransferID][]*Offer{}
+	for id, o := range h.offers {
+		name := h.above.Name(id)
+		of[name] = append(of[name], o)
+	}
 	h.earlyOf.check(func(s *stake) {
 		held, loads := 0, 0
-		half := h.above.Beside(s.id)
+		half := of[h.above.Name(s.id)]
 		for _, of := range half {
 			invariants.Must(of.state == offerEarly && of.place.offers == s && of.place.who == s.who, "early offer %q is counted for %v and is none of its", of.id, s.who)
 			if held += of.loadBlocks(); of.load != nil {

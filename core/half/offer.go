@@ -65,11 +65,11 @@ type Offer struct {
 	sendAt    time.Time    // when the Write began
 	deadline  time.Time    // end of the lease, or of the wait for the engine
 	endBy     time.Time    // whatever D says; zero: the engine has not offered all of it
-	share     bool         // D agents have others of the transfer, which are offers of their own
 	peer      core.AgentID // the D agent that claims or loads it
 	place     *earlyPlace  // of a transfer that is early, or was
 	load      *core.LoadMessage
 	landed    bool     // D has all bytes
+	share     bool     // other offers are of the same transfer
 	nacked    bool     // D's transport expects it no more
 	elsewhere int      // writes whose way was not there
 	voided    []string // the latest loads that D was told to make anew, by their grants' digests

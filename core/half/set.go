@@ -25,7 +25,7 @@ type Above interface {
 	Divided(now time.Time, whole core.Report, ids []ID, found []core.FoundPart)
 
 	Name(id ID) core.TransferID // of the transfer, as the engine knows it
-	Beside(id ID) []*Offer      // P's halves of the transfer, this one among them
+	Shares(id ID) []ID          // the offers of the transfer, this one among them, some of which may have ended; nil: there is no other
 	Demanded(id ID) bool        // P's engine waits for the transfer's loads
 	Loaded(id ID)               // an offer has its load now
 

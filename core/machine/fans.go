@@ -23,10 +23,15 @@ func newFans() fans {
 type above struct{ *Machine }
 
 func (m above) Name(id half.ID) core.TransferID { return nameOf(id) }
-func (m above) Beside(id half.ID) []*half.Offer { return m.halfOf(nameOf(id)) }
-func (m above) Demanded(id half.ID) bool        { return m.demands[nameOf(id)] }
-func (m above) Loaded(id half.ID)               { m.demanded(nameOf(id)) }
-func (m above) Forgotten(id half.ID)            { delete(m.fans.offers, nameOf(id)) }
+func (m above) Shares(id half.ID) []half.ID {
+	if f := m.fans.offers[nameOf(id)]; f != nil {
+		return f.parts
+	}
+	return nil
+}
+func (m above) Demanded(id half.ID) bool { return m.demands[nameOf(id)] }
+func (m above) Loaded(id half.ID)        { m.demanded(nameOf(id)) }
+func (m above) Forgotten(id half.ID)     { delete(m.fans.offers, nameOf(id)) }
 
 // claimed and loading say whether the engine has claimed a transfer, or loads it.
 func (m *Machine) claimed(id core.TransferID) bool {
