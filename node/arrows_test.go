@@ -15,7 +15,7 @@ func TestArrowsPointOneWay(t *testing.T) {
 			t.Errorf("%s knows the agent", file)
 		}
 	}
-	if len(uses["calls.go"]) == 0 || !uses["agent.go"]["halves.go"] {
+	if len(uses["calls.go"]) == 0 || !uses["agent.go"]["lockedmachine.go"] {
 		t.Errorf("the files' uses are not known: %v", uses)
 	}
 }

@@ -16,18 +16,18 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// guests are the ranks that have joined this agent's bootstrap port. They are in the
+// joinedRanks are the ranks that have joined this agent's bootstrap port. They are in the
 // registry and in GET /query for as long as they renew their registration.
-type guests struct {
-	cfg   *Config
-	log   *zap.Logger
-	board *board
-	host  host
+type joinedRanks struct {
+	cfg     *Config
+	log     *zap.Logger
+	listing *rankListing
+	host    host
 
-	mu     sync.Mutex // held while a rank comes or goes, so that registry and table agree
-	ranks  map[guestRank]*guest
-	closed bool
-	joined ratelog.Limit // of lines: where all may join, a stranger may come and go
+	mu      sync.Mutex // held while a rank comes or goes, so that registry and table agree
+	ranks   map[rankPlace]*joinedRank
+	closed  bool
+	joinLog ratelog.Limit // of lines: where all may join, an unknown agent may come and go
 }
 
 // host is the registry of this agent's server; natsbus.Bus.
@@ -39,9 +39,9 @@ type host interface {
 }
 
 // guestRank is a place in GET /query: one agent has it.
-type guestRank struct{ dp, tp, pp int }
+type rankPlace struct{ dp, tp, pp int }
 
-type guest struct {
+type joinedRank struct {
 	agent *wire.Agent
 	bytes int // of its entry in the registry
 	entry bootstrap.Registration
@@ -49,18 +49,18 @@ type guest struct {
 	end   *time.Timer
 }
 
-// Bounds of what guests put into the registry, which has room for 64 MiB: this agent's own entry, and its renewal, must find
+// Bounds of what joined ranks put into the registry, which has room for 64 MiB: this agent's own entry, and its renewal, must find
 // room beside them. An engine with a thousand regions has an entry of some 60 KiB.
 const (
-	maxGuestBytes  = 2 << 20
-	maxGuestsBytes = 32 << 20
+	maxJoinedBytes    = 2 << 20
+	maxAllJoinedBytes = 32 << 20
 )
 
-func newGuests(c *Config, log *zap.Logger, b *board, h host) *guests {
-	return &guests{cfg: c, log: log, board: b, host: h, ranks: map[guestRank]*guest{}}
+func newJoinedRanks(c *Config, log *zap.Logger, b *rankListing, h host) *joinedRanks {
+	return &joinedRanks{cfg: c, log: log, listing: b, host: h, ranks: map[rankPlace]*joinedRank{}}
 }
 
-func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
+func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
@@ -81,7 +81,7 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	}
 	var route bootstrap.Rank
 	if !known {
-		if route, err = g.board.routeOf(j.Agent); err != nil {
+		if route, err = g.listing.routeOf(j.Agent); err != nil {
 			return 0, err
 		}
 	}
@@ -99,29 +99,29 @@ func (g *guests) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if old != nil { // the registry has let another agent take the rank over
 		g.drop(at, old)
 	}
-	e := g.board.entryOf(j.Agent)
-	if err := g.board.table.Register(e); err != nil { // a POST /register has the rank
+	e := g.listing.entryOf(j.Agent)
+	if err := g.listing.table.Register(e); err != nil { // a POST /register has the rank
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
 	}
-	n := &guest{agent: j.Agent, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
+	n := &joinedRank{agent: j.Agent, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
 	g.ranks[at] = n
-	g.board.table.Routes().Join(route)
-	g.joined.Do(func(note string) {
+	g.listing.table.Routes().Join(route)
+	g.joinLog.Do(func(note string) {
 		g.log.Info("rank joined"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 	})
 	return since, nil
 }
 
 // room is how many bytes a rank's entry takes, if there is room for it; g.mu is held.
-func (g *guests) room(a *wire.Agent, at guestRank) (int, error) {
+func (g *joinedRanks) room(a *wire.Agent, at rankPlace) (int, error) {
 	entry, err := a.MarshalMsg(nil)
 	if err != nil {
 		return 0, err
 	}
-	if len(entry) > maxGuestBytes {
-		return 0, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxGuestBytes)
+	if len(entry) > maxJoinedBytes {
+		return 0, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxJoinedBytes)
 	}
 	sum := len(entry)
 	for other, n := range g.ranks {
@@ -129,8 +129,8 @@ func (g *guests) room(a *wire.Agent, at guestRank) (int, error) {
 			sum += n.bytes
 		}
 	}
-	if sum > maxGuestsBytes && !fault.On("node-guests-unbounded") {
-		return 0, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxGuestsBytes)
+	if sum > maxAllJoinedBytes && !fault.On("node-joined-unbounded") {
+		return 0, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxAllJoinedBytes)
 	}
 	return len(entry), nil
 }
@@ -141,14 +141,14 @@ const livesWithin = 500 * time.Millisecond
 // lives: the agent of a rank is connected, or was a moment ago. An agent that was killed
 // makes room at once. An agent whose host is gone makes room when its connection or its
 // lease ends.
-func (g *guests) lives(ctx context.Context, n *guest) bool {
+func (g *joinedRanks) lives(ctx context.Context, n *joinedRank) bool {
 	ctx, cancel := context.WithTimeout(ctx, livesWithin)
 	defer cancel()
 	return g.host.Listens(ctx, core.AgentID(n.agent.ID))
 }
 
 // admit says why an agent cannot be a rank here; g.mu is held.
-func (g *guests) admit(a *wire.Agent) error {
+func (g *joinedRanks) admit(a *wire.Agent) error {
 	size, dps := ranksOf(a), dpSizeOf(a)
 	if a.Version != wire.Version {
 		return fmt.Errorf("wire version %d here, %d at %s: run the same kvconn on both", wire.Version, a.Version, rankText(a))
@@ -178,7 +178,7 @@ func (g *guests) admit(a *wire.Agent) error {
 }
 
 // beside says why an agent cannot be a rank beside this agent, which is one itself.
-func (g *guests) beside(a *wire.Agent) error {
+func (g *joinedRanks) beside(a *wire.Agent) error {
 	c := g.cfg
 	switch {
 	case c.DPSize*c.TPSize*c.PPSize == 1:
@@ -202,7 +202,7 @@ func (g *guests) beside(a *wire.Agent) error {
 	return nil
 }
 
-func (g *guests) leave(ctx context.Context, a *wire.Agent) {
+func (g *joinedRanks) leave(ctx context.Context, a *wire.Agent) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	at := placeOf(a)
@@ -215,8 +215,8 @@ func (g *guests) leave(ctx context.Context, a *wire.Agent) {
 }
 
 // expire ends the entry of a rank that has not renewed its registration in time.
-func (g *guests) expire(at guestRank, n *guest) {
-	defer safe.Recover("node.guests.expire")
+func (g *joinedRanks) expire(at rankPlace, n *joinedRank) {
+	defer safe.Recover("node.joined.expire")
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.ranks[at] == n && !time.Now().Before(n.until) { // not renewed while expire waited for the lock
@@ -226,14 +226,14 @@ func (g *guests) expire(at guestRank, n *guest) {
 }
 
 // drop takes a rank out of GET /query and GET /route; g.mu is held.
-func (g *guests) drop(at guestRank, n *guest) {
+func (g *joinedRanks) drop(at rankPlace, n *joinedRank) {
 	n.end.Stop()
-	g.board.table.Unregister(n.entry)
-	g.board.table.Routes().Leave(bootstrap.Place{DP: at.dp, TP: at.tp, PP: at.pp})
+	g.listing.table.Unregister(n.entry)
+	g.listing.table.Routes().Leave(bootstrap.Place{DP: at.dp, TP: at.tp, PP: at.pp})
 	delete(g.ranks, at)
 }
 
-func (g *guests) close() {
+func (g *joinedRanks) close() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.closed = true
@@ -242,4 +242,4 @@ func (g *guests) close() {
 	}
 }
 
-func placeOf(a *wire.Agent) guestRank { return guestRank{a.DPRank, a.TPRank, a.PPRank} }
+func placeOf(a *wire.Agent) rankPlace { return rankPlace{a.DPRank, a.TPRank, a.PPRank} }

@@ -13,34 +13,34 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// speaker sends the machine's messages to peers, and gives it their answers.
-type speaker struct {
-	log    *zap.Logger
-	ask    *asker
-	peers  *peerTable
-	halves *halves
+// messageSender sends the machine's messages to peers, and gives it their answers.
+type messageSender struct {
+	log     *zap.Logger
+	client  *rpcClient
+	peers   *peerTable
+	machine *lockedMachine
 }
 
-func (s *speaker) load(v core.SendLoad) {
+func (s *messageSender) load(v core.SendLoad) {
 	answered := func(answer core.LoadAnswer, code core.Code, reason string) {
-		s.halves.tell(core.LoadAnswered{ID: v.ID, Seq: v.Seq, Answer: answer, Code: code, Reason: reason})
+		s.machine.tell(core.LoadAnswered{ID: v.ID, Seq: v.Seq, Answer: answer, Code: code, Reason: reason})
 	}
 	groups := make([]wire.Blocks, len(v.Blocks))
 	for g := range groups {
 		groups[g] = wire.Blocks{First: v.First[g], IDs: v.Blocks[g]}
 	}
-	if s.peers.lost(v.Peer) {
+	if s.peers.isGone(v.Peer) {
 		// P was found gone while this load waited: no need to find out again.
 		answered(core.LoadAbsent, core.PeerLost, fmt.Sprintf("prefill agent %s is gone", v.Peer))
 		return
 	}
 	began := time.Now()
-	if s.peers.deaf(v.Peer, began) {
+	if s.peers.unresponsive(v.Peer, began) {
 		answered(core.LoadRefused, core.PeerLost, fmt.Sprintf("prefill agent %s does not answer other loads", v.Peer))
 		return
 	}
-	transport, grant := unmark(v.Grant)
-	rep, err := s.ask.insist(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
+	transport, grant := splitTransportName(v.Grant)
+	rep, err := s.client.requestWithRetries(v.Peer, &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{
 		TransferID: string(v.ID), Transport: transport, Grant: grant, Groups: groups, Tokens: v.Tokens, Regions: v.Regions, Prompt: v.Prompt, LeaseMS: v.Lease.Milliseconds(),
 	}})
 	answer, code, reason := core.LoadRefused, core.OK, ""
@@ -51,10 +51,10 @@ func (s *speaker) load(v core.SendLoad) {
 		code, reason = core.PeerLost, fmt.Sprintf("prefill agent %s does not answer: %v", v.Peer, err)
 		if gone(err) {
 			answer = core.LoadAbsent
-			s.peers.lose(v.Peer) // the machine does not, if all bytes of this load came before P went
+			s.peers.markGone(v.Peer) // the machine does not, if all bytes of this load came before P went
 		} else {
 			s.peers.suspect(v.Peer) // its connections may stand, though its host is gone
-			s.peers.silent(v.Peer, began, s.ask.peerTimeout/3)
+			s.peers.noteUnanswered(v.Peer, began, s.client.peerTimeout/3)
 		}
 	case rep.Code == 0:
 		answer = core.LoadAccepted
@@ -75,7 +75,7 @@ func (s *speaker) load(v core.SendLoad) {
 // any server's messages.
 const maxRenew = 1024
 
-func (s *speaker) renew(v core.SendRenew) {
+func (s *messageSender) renew(v core.SendRenew) {
 	answers := make([]core.Answer, 0, len(v.Loads)+len(v.Claims))
 	var err error
 	for _, claims := range []bool{false, true} {
@@ -91,11 +91,11 @@ func (s *speaker) renew(v core.SendRenew) {
 			}
 		}
 	}
-	s.halves.renewReplied(v, answers, gone(err), err)
+	s.machine.renewReplied(v, answers, gone(err), err)
 }
 
 // renewPart asks for some of the claims, or of the loads.
-func (s *speaker) renewPart(peer core.AgentID, part []core.TransferID, claims bool) ([]core.Answer, error) {
+func (s *messageSender) renewPart(peer core.AgentID, part []core.TransferID, claims bool) ([]core.Answer, error) {
 	ids := make([]string, len(part))
 	for i, id := range part {
 		ids[i] = string(id)
@@ -104,7 +104,7 @@ func (s *speaker) renewPart(peer core.AgentID, part []core.TransferID, claims bo
 	if claims {
 		req = &wire.Renew{Claims: ids}
 	}
-	rep, err := accepted(s.ask.within(s.ask.peerTimeout/3, peer, &wire.Request{Kind: wire.KindRenew, Renew: req}))
+	rep, err := accepted(s.client.requestWithin(s.client.peerTimeout/3, peer, &wire.Request{Kind: wire.KindRenew, Renew: req}))
 	if err == nil && len(rep.Statuses) != len(ids) && !fault.On("node-answers-of-others") {
 		err = fmt.Errorf("prefill agent %s answers for %d transfers, it was asked for %d", peer, len(rep.Statuses), len(ids))
 	}
@@ -130,16 +130,16 @@ func accepted(rep *wire.Reply, err error) (*wire.Reply, error) {
 }
 
 // probe asks a decode agent whether it lives.
-func (s *speaker) probe(v core.SendProbe) {
+func (s *messageSender) probe(v core.SendProbe) {
 	// The wait is short, since a message is lost while D's link breaks, and the machine asks again.
-	_, err := accepted(s.ask.within(s.ask.peerTimeout/10, v.Peer, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}))
+	_, err := accepted(s.client.requestWithin(s.client.peerTimeout/10, v.Peer, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}}))
 	// D's links broke too, so that it may come back: the machine gives it time.
-	s.halves.tell(core.ProbeReplied{Peer: v.Peer, Absent: errors.Is(err, core.ErrAbsent), Away: errors.Is(err, core.ErrAway), Err: err})
+	s.machine.tell(core.ProbeReplied{Peer: v.Peer, Absent: errors.Is(err, core.ErrAbsent), Away: errors.Is(err, core.ErrAway), Err: err})
 }
 
 // finish tells how transfers have ended here.
-func (s *speaker) finish(peer core.AgentID, ends []wire.Finish) {
-	_, err := accepted(s.ask.insist(peer, &wire.Request{Kind: wire.KindFinish, Finishes: ends}))
+func (s *messageSender) finish(peer core.AgentID, ends []wire.Finish) {
+	_, err := accepted(s.client.requestWithRetries(peer, &wire.Request{Kind: wire.KindFinish, Finishes: ends}))
 	if err != nil { // the peer learns it by a renewal or a lease
 		s.log.Debug("the ends of transfers were not delivered", zap.Int("transfers", len(ends)), zap.String("peer", string(peer)), zap.Error(err))
 	}

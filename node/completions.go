@@ -11,21 +11,21 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// endings takes the end of each half: it completes the report for the engine,
+// completions takes the end of each half: it completes the report for the engine,
 // counts it and logs it.
-type endings struct {
+type completions struct {
 	cfg     *Config
 	log     *zap.Logger
 	via     func(core.Report) string  // which transport moved the bytes
 	rank    func(core.AgentID) string // names a prefill agent's engine and rank
 	metrics *metrics
 
-	mu     sync.Mutex // taken within the lock of the halves
+	mu     sync.Mutex // taken within the lock of the machine
 	totals Totals
 }
 
-// ended is called under the lock of the halves.
-func (e *endings) ended(r core.Report) core.Report {
+// ended is called under the lock of the machine.
+func (e *completions) ended(r core.Report) core.Report {
 	if r.Side == core.SideLoad || r.Side == core.SideOffer {
 		r.Transport = e.via(r)
 		e.count(func(t *Totals) { t.add(r) })
@@ -39,17 +39,17 @@ func (e *endings) ended(r core.Report) core.Report {
 }
 
 // count changes the totals.
-func (e *endings) count(f func(t *Totals)) {
+func (e *completions) count(f func(t *Totals)) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	f(&e.totals)
 }
 
 // retried counts a request that is sent again.
-func (e *endings) retried() { e.count(func(t *Totals) { t.Retries++ }) }
+func (e *completions) retried() { e.count(func(t *Totals) { t.Retries++ }) }
 
 // read returns a copy of the totals.
-func (e *endings) read() Totals {
+func (e *completions) read() Totals {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	t := e.totals
@@ -60,7 +60,7 @@ func (e *endings) read() Totals {
 // explain makes the reason of a failed half complete for a reader who sees only
 // this text: it adds the side, the engines and ranks, the state and the time. The
 // cause comes first, because the C completion cuts off the end.
-func (e *endings) explain(r core.Report) string {
+func (e *completions) explain(r core.Report) string {
 	if !failure(r.Code) {
 		return r.Reason
 	}
@@ -78,7 +78,7 @@ func (e *endings) explain(r core.Report) string {
 // failure: the half neither ended well nor by a call of this engine.
 func failure(c core.Code) bool { return c != core.OK && c != core.Cancelled && c != core.Closed }
 
-func (e *endings) write(r core.Report) {
+func (e *completions) write(r core.Report) {
 	level := zap.DebugLevel
 	if failure(r.Code) {
 		level = zap.WarnLevel
@@ -91,9 +91,9 @@ func (e *endings) write(r core.Report) {
 	}
 }
 
-// add fills in the state of the halves, and the totals at the same instant: endings
-// are counted under the lock of the halves.
-func (s *Stats) add(h *halves, e *endings, registered func() *transports) {
+// add fills in the state of the halves, and the totals at the same instant: ends
+// are counted under the lock of the machine.
+func (s *Stats) add(h *lockedMachine, e *completions, registered func() *transports) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	s.Totals = e.read()

@@ -11,8 +11,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// asker sends requests to peers that were resolved or have said hello.
-type asker struct {
+// rpcClient sends requests to peers that were resolved or have said hello.
+type rpcClient struct {
 	ctx         context.Context // ends with the agent
 	bus         requester
 	peers       *peerTable
@@ -20,19 +20,19 @@ type asker struct {
 	retried     func() // is told of each request that is sent again
 }
 
-// requester is the half of core.Bus that an asker needs.
+// requester is the half of core.Bus that an rpcClient needs.
 type requester interface {
 	Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error)
 }
 
-// within asks once, and waits for the answer as long as bound.
-func (s *asker) within(bound time.Duration, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+// requestWithin asks once, and waits for the answer as long as bound.
+func (s *rpcClient) requestWithin(bound time.Duration, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
 	ctx, cancel := context.WithTimeout(s.ctx, bound)
 	defer cancel()
-	return s.ask(ctx, to, req)
+	return s.request(ctx, to, req)
 }
 
-func (s *asker) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+func (s *rpcClient) request(ctx context.Context, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
 	p := s.peers.get(to)
 	if p == nil {
 		return nil, fmt.Errorf("agent %s is not known any more", to)
@@ -48,15 +48,15 @@ func (s *asker) ask(ctx context.Context, to core.AgentID, req *wire.Request) (*w
 // Otherwise a connection may have broken, or a message got lost.
 func gone(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) }
 
-// insist asks until there is an answer, for a little less than peer_timeout_s:
+// requestWithRetries asks until there is an answer, for a little less than peer_timeout_s:
 // messages get lost, and links come back. A request may arrive twice.
-func (s *asker) insist(to core.AgentID, req *wire.Request) (rep *wire.Reply, err error) {
+func (s *rpcClient) requestWithRetries(to core.AgentID, req *wire.Request) (rep *wire.Reply, err error) {
 	p := s.peers.get(to)
 	here := p != nil && p.via == "" // the peer's link leads to this agent's server, and may come back
 	end := time.Now().Add(s.peerTimeout - 2*core.TickInterval)
 	for {
 		asked, most := time.Now(), min(s.peerTimeout/3, time.Until(end))
-		rep, err = s.within(most, to, req)
+		rep, err = s.requestWithin(most, to, req)
 		if late := time.Since(asked) - most; late > core.TickInterval*10 {
 			end = end.Add(late) // this process did not run
 		}

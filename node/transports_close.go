@@ -16,8 +16,8 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// shut is what transports have come to when they are closed.
-type shut struct {
+// closeResult is what transports have come to when they are closed.
+type closeResult struct {
 	quiet bool // all have closed, and each has said that nothing is copied: no byte moves any more
 	whole bool // the devices have given back what they have, too
 }
@@ -25,7 +25,7 @@ type shut struct {
 // Close closes all at once: each may take a few seconds. What a transport waits for is a peer, the kernel, or the driver, which may
 // never answer. So if ctx ends first, Close waits for the transports only as long as t.further besides, and then gives up those that
 // are not closed. The devices close last: transports use them to their end.
-func (t *transports) Close(ctx context.Context) (shut, error) {
+func (t *transports) Close(ctx context.Context) (closeResult, error) {
 	t.closing.Store(true)
 	t.devices.Closing()
 	c := closing{ends: make(chan end, len(t.list)), open: t.names()}
@@ -43,15 +43,15 @@ func (t *transports) Close(ctx context.Context) (shut, error) {
 	if len(c.open) > 0 {
 		open := fmt.Errorf("%w: transport %s is not closed: it may still read and write the registered memory: %w",
 			devices.ErrDevice, strings.Join(c.open, ","), core.ErrMayLand)
-		return shut{}, errors.Join(append(c.errs, failed, open)...)
+		return closeResult{}, errors.Join(append(c.errs, failed, open)...)
 	}
 	err := errors.Join(append(c.errs, failed)...)
 	if errors.Is(err, core.ErrMayLand) && !fault.On("node-quiet-unasked") {
-		return shut{}, err
+		return closeResult{}, err
 	}
 	t.held.release()
 	t.held = nil
-	return shut{quiet: true, whole: failed == nil}, err
+	return closeResult{quiet: true, whole: failed == nil}, err
 }
 
 // closed closes a transport. If that panics, nobody knows what the transport still does.

@@ -17,7 +17,7 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// finder finds prefill engines and meets their agents, for an agent whose caches
+// finder finds prefill engines and connects to their agents, for an agent whose caches
 // are registered.
 type finder struct {
 	cfg        *Config
@@ -28,8 +28,8 @@ type finder struct {
 	peers      *peerTable
 	layout     *kv.Layout
 	self       *wire.Agent
-	transports ways
-	halves     *halves
+	transports connector
+	machine    *lockedMachine
 	start      func(name string, f func()) // runs f on a goroutine
 }
 
@@ -39,11 +39,11 @@ type directory interface {
 	Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via, error)
 }
 
-// ways is the part of the transports that a finder needs.
-type ways interface {
+// connector is the part of the transports that a finder needs.
+type connector interface {
 	dismisser
-	ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]error, err error)
-	connect(peer core.AgentID, engine string, ways []way, absent map[string]error, rep *wire.Reply) error
+	common(ctx context.Context, info *wire.Agent, bootstrap string) (list []commonTransport, absent map[string]error, err error)
+	connect(peer core.AgentID, engine string, common []commonTransport, absent map[string]error, rep *wire.Reply) error
 	settle(ctx context.Context, peer core.AgentID) error
 }
 
@@ -76,7 +76,7 @@ func (f *finder) resolve(r core.Resolve) {
 				f.resolved(w, found)
 				continue
 			}
-			f.halves.tell(core.Resolved{ID: w.ID, Seq: w.Seq, Code: lookupCode(err), Reason: err.Error()})
+			f.machine.tell(core.Resolved{ID: w.ID, Seq: w.Seq, Code: lookupCode(err), Reason: err.Error()})
 		}
 	})
 }
@@ -84,10 +84,10 @@ func (f *finder) resolve(r core.Resolve) {
 // resolved tells the machine the result: one agent, or several to load from.
 func (f *finder) resolved(r core.Resolve, found []core.FoundPart) {
 	if p := &found[0]; r.Part || len(found) == 1 && p.Share.Of == 1 {
-		f.halves.tell(core.Resolved{ID: r.ID, Seq: r.Seq, Peer: p.Peer, Opened: p.Opened})
+		f.machine.tell(core.Resolved{ID: r.ID, Seq: r.Seq, Peer: p.Peer, Opened: p.Opened})
 		return
 	}
-	f.halves.tell(core.ResolvedParts{ID: r.ID, Seq: r.Seq, Found: found})
+	f.machine.tell(core.ResolvedParts{ID: r.ID, Seq: r.Seq, Found: found})
 }
 
 func lookupCode(err error) core.Code {
@@ -112,7 +112,7 @@ type unansweredError struct{ error }
 
 func (e *unansweredError) Unwrap() error { return e.error }
 
-// unansweredPause is the time between two tries to meet an agent.
+// unansweredPause is the time between two tries to connect to an agent.
 const unansweredPause = 100 * time.Millisecond
 
 // findRank finds one rank of a prefill engine.
@@ -123,13 +123,13 @@ func (f *finder) findRank(target core.Target) ([]core.FoundPart, error) {
 	if err != nil {
 		return nil, err
 	}
-	if sum, held := f.peers.heldBy(target); held && sum != sumOf(info.Shapes, true) {
+	if sum, held := f.peers.dealtTo(target); held && sum != sumOf(info.Shapes, true) {
 		return nil, &resizedError{fmt.Sprintf("%s was restarted, and its KV caches differ from those that the load was planned for", rankText(info))}
 	}
 	return []core.FoundPart{{From: target, Peer: p.id, Opened: p.opened}}, nil
 }
 
-// findEngine finds the ranks of a prefill engine that this agent loads from, meets
+// findEngine finds the ranks of a prefill engine that this agent loads from, connects to
 // them all, and deals its regions out to them. The first rank's entry says how many
 // there are. The other ranks may not have joined yet.
 func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
@@ -137,7 +137,7 @@ func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
 	defer cancel()
 	target.TPRank, target.PPRank, target.Engine = 0, 0, kv.Ranks{}
 	for {
-		found, err := f.meetEngine(ctx, target)
+		found, err := f.connectEngine(ctx, target)
 		var resized *resizedError
 		if !errors.As(err, &resized) { // a resized engine is being restarted at this moment
 			return found, err
@@ -148,7 +148,7 @@ func (f *finder) findEngine(target core.Target) ([]core.FoundPart, error) {
 	}
 }
 
-func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.FoundPart, error) {
+func (f *finder) connectEngine(ctx context.Context, target core.Target) ([]core.FoundPart, error) {
 	first, via, err := f.bus.Lookup(ctx, target)
 	if err != nil {
 		return nil, err
@@ -172,9 +172,9 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 			met = &entry{first, via}
 		}
 		wg.Add(1)
-		safe.Go("meet", func() {
+		safe.Go("connect", func() {
 			defer wg.Done()
-			_, errs[i] = safe.Try("meet", func() error {
+			_, errs[i] = safe.Try("connect", func() error {
 				p, info, err := f.find(ctx, to, met)
 				if err != nil {
 					return err
@@ -203,19 +203,19 @@ func (f *finder) meetEngine(ctx context.Context, target core.Target) ([]core.Fou
 	return found, nil
 }
 
-// entry is an agent's entry in the registry, and the way to the agent.
+// entry is an agent's entry in the registry, and how the agent is reached.
 type entry struct {
 	agent *wire.Agent
 	via   core.Via
 }
 
 // find looks a prefill agent up, unless met is its entry, checks that it fits, says
-// hello and opens the way to it. Until ctx ends find tries again in three cases: the
+// hello and connects the transports. Until ctx ends find tries again in three cases: the
 // agent is gone and its successor about to take its place; the agent is on its way
 // from one server of a cluster to another; the rank has not joined yet.
 func (f *finder) find(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
 	for {
-		p, info, err := f.meet(ctx, target, met)
+		p, info, err := f.connect(ctx, target, met)
 		var unanswered *unansweredError
 		if !errors.As(err, &unanswered) && !(target.Engine != kv.Ranks{} && errors.Is(err, core.ErrNotRegistered)) {
 			return p, info, err
@@ -227,7 +227,7 @@ func (f *finder) find(ctx context.Context, target core.Target, met *entry) (*pee
 	}
 }
 
-func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
+func (f *finder) connect(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
 	if met == nil {
 		info, via, err := f.bus.Lookup(ctx, target)
 		if err != nil {
@@ -268,15 +268,15 @@ func (f *finder) meet(ctx context.Context, target core.Target, met *entry) (*pee
 	default:
 		return nil, nil, &refusedError{rep.Reason}
 	}
-	ways, absent, err := f.transports.ways(ctx, info, target.Bootstrap)
+	common, absent, err := f.transports.common(ctx, info, target.Bootstrap)
 	if err != nil {
 		return nil, nil, err
 	}
 	p := &peer{id: id, via: via, rank: rankText(info), joined: info.Joined, in: match, opened: openedAt(asked, rep.AgeMS)}
-	if err := f.peers.connect(p, f.transports, func() error { return f.transports.connect(id, info.EngineID, ways, absent, rep) }); err != nil {
+	if err := f.peers.connect(p, f.transports, func() error { return f.transports.connect(id, info.EngineID, common, absent, rep) }); err != nil {
 		return nil, nil, err
 	}
-	f.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Ints("rank", []int{info.DPRank, info.TPRank, info.PPRank}), zap.Stringers("ways", ways))
+	f.log.Info("prefill agent found", zap.String("agent", info.ID), zap.String("engine_id", info.EngineID), zap.Ints("rank", []int{info.DPRank, info.TPRank, info.PPRank}), zap.Stringers("transports", common))
 	return p, info, f.transports.settle(ctx, id)
 }
 

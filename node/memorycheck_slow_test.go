@@ -17,22 +17,22 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// heard is a bus that tells of messages of one kind that were answered.
-type heard struct {
+// answeredBus is a bus that tells of messages of one kind that were answered.
+type answeredBus struct {
 	core.Bus
 	kind     wire.Kind
 	of       string        // a transfer that a renewal must be of
 	answered chan struct{} // has room for one
 }
 
-// hears has one of an agent's messages of a kind; renewals are those of a transfer.
-func hears(a *Agent, kind wire.Kind, of string) *heard {
-	b := &heard{Bus: a.bus, kind: kind, of: of, answered: make(chan struct{}, 1)}
+// watchAnswers has one of an agent's messages of a kind; renewals are those of a transfer.
+func watchAnswers(a *Agent, kind wire.Kind, of string) *answeredBus {
+	b := &answeredBus{Bus: a.bus, kind: kind, of: of, answered: make(chan struct{}, 1)}
 	setBus(a, b)
 	return b
 }
 
-func (b *heard) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+func (b *answeredBus) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
 	rep, err := b.Bus.Request(ctx, via, to, req)
 	counts := req.Renew == nil || slices.Contains(req.Renew.Loads, b.of) || slices.Contains(req.Renew.Claims, b.of)
 	if counts && req.Kind == b.kind && err == nil && rep.Code == 0 {
@@ -45,7 +45,7 @@ func (b *heard) Request(ctx context.Context, via core.Via, to core.AgentID, req 
 }
 
 // wait waits for so many answers.
-func (b *heard) wait(t *testing.T, n int) {
+func (b *answeredBus) wait(t *testing.T, n int) {
 	t.Helper()
 	late := time.NewTimer(bound)
 	defer late.Stop()
@@ -77,24 +77,24 @@ func onDevice(t *testing.T, role string, device int, set func(*Config)) (*side, 
 	return &side{Agent: a, t: t, seen: map[core.TransferID]core.Report{}}, e
 }
 
-// slowLook is a pair of agents. One of them looks at its memory for the transfer "slow", and its driver does not answer until unblock. The
+// slowCheck is a pair of agents. One of them checks its memory for the transfer "slow", and its driver does not answer until unblock. The
 // transfers "waits" and "cancelled" wait at prefill meanwhile.
-type slowLook struct {
-	p, d, looks    *side
+type slowCheck struct {
+	p, d, checking *side
 	e              *engine.Engine
-	ends, renewals *heard // messages of the one that looks, and of decode
+	ends, renewals *answeredBus // messages of the one that checks, and of decode
 	unblock        func()
 }
 
-func lookSlowly(t *testing.T, ours string, set func(*Config)) *slowLook {
+func checkSlowly(t *testing.T, ours string, set func(*Config)) *slowCheck {
 	t.Helper()
 	p, pe := onDevice(t, RolePrefill, 0, set)
 	d, de := onDevice(t, RoleDecode, 1, set)
-	s := &slowLook{p: p, d: d, looks: p, e: pe}
+	s := &slowCheck{p: p, d: d, checking: p, e: pe}
 	if ours == RoleDecode {
-		s.looks, s.e = d, de
+		s.checking, s.e = d, de
 	}
-	s.ends, s.renewals = hears(s.looks.Agent, wire.KindFinish, ""), hears(d.Agent, wire.KindRenew, "slow")
+	s.ends, s.renewals = watchAnswers(s.checking.Agent, wire.KindFinish, ""), watchAnswers(d.Agent, wire.KindRenew, "slow")
 	announce(t, p, "waits", "cancelled")
 	d.load("waits", p.BootstrapAddress(), 1)
 	d.load("cancelled", p.BootstrapAddress(), 2)
@@ -102,7 +102,7 @@ func lookSlowly(t *testing.T, ours string, set func(*Config)) *slowLook {
 
 	stream := s.e.Stream()
 	s.e.Hold(stream)
-	after, err := s.looks.Moment(0, stream)
+	after, err := s.checking.Moment(0, stream)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -125,24 +125,24 @@ func lookSlowly(t *testing.T, ours string, set func(*Config)) *slowLook {
 	s.unblock = sync.OnceFunc(s.e.Unblock)
 	t.Cleanup(s.unblock)
 	s.e.Release(stream)
-	until(t, "the look waits for the driver", func() bool { return s.e.Count("blocked") > 0 })
+	until(t, "the check waits for the driver", func() bool { return s.e.Count("blocked") > 0 })
 	return s
 }
 
-// TestLookTakesLong: the driver does not answer what lies under the region of a transfer that is to begin. Meanwhile decode renews
+// TestSlowMemoryCheck: the driver does not answer what lies under the region of a transfer that is to begin. Meanwhile decode renews
 // the transfer and is answered, and the agent tells its peer of an end by a message. When the driver has answered, the transfer goes well.
-func TestLookTakesLong(t *testing.T) {
+func TestSlowMemoryCheck(t *testing.T) {
 	for _, ours := range []string{RolePrefill, RoleDecode} {
 		t.Run(ours, func(t *testing.T) {
 			leaktest.Check(t)
-			s := lookSlowly(t, ours, func(c *Config) { c.PeerTimeout = Seconds(6 * time.Second) }) // three renewals in that time
-			s.renewals.wait(t, 3)                                                                  // one was answered before, perhaps, and one asked for before: there is one at a time
-			if _, err := s.looks.Cancel([]core.TransferID{"cancelled"}, "of a test"); err != nil {
+			s := checkSlowly(t, ours, func(c *Config) { c.PeerTimeout = Seconds(6 * time.Second) }) // three renewals in that time
+			s.renewals.wait(t, 3)                                                                   // one was answered before, perhaps, and one asked for before: there is one at a time
+			if _, err := s.checking.Cancel([]core.TransferID{"cancelled"}, "of a test"); err != nil {
 				t.Fatal(err)
 			}
 			s.ends.wait(t, 1)
 			if n := s.e.Count("blocked"); n == 0 {
-				t.Error("the look has ended")
+				t.Error("the check has ended")
 			}
 			s.unblock()
 			s.d.want("slow", core.OK)
@@ -151,15 +151,15 @@ func TestLookTakesLong(t *testing.T) {
 	}
 }
 
-// TestCloseWhileLooking: a close of an agent whose driver does not answer a look ends in its time, with an error. Each half has
+// TestCloseDuringMemoryCheck: a close of an agent whose driver does not answer a check ends in its time, with an error. Each half has
 // its report. When the driver answers, nothing is left behind.
-func TestCloseWhileLooking(t *testing.T) {
+func TestCloseDuringMemoryCheck(t *testing.T) {
 	for _, ours := range []string{RolePrefill, RoleDecode} {
 		t.Run(ours, func(t *testing.T) {
 			leaktest.Check(t)
-			s := lookSlowly(t, ours, func(c *Config) { c.CloseTimeout = Seconds(2 * time.Second) })
+			s := checkSlowly(t, ours, func(c *Config) { c.CloseTimeout = Seconds(2 * time.Second) })
 			closed := make(chan error, 1)
-			go func() { closed <- s.looks.Close() }()
+			go func() { closed <- s.checking.Close() }()
 			select {
 			case err := <-closed:
 				if !errors.Is(err, devices.ErrDevice) {
@@ -169,13 +169,13 @@ func TestCloseWhileLooking(t *testing.T) {
 				t.Fatalf("the close has not ended within %v", bound)
 			}
 			for _, id := range []core.TransferID{"slow", "waits", "cancelled"} {
-				if s.looks == s.p && id != "slow" {
+				if s.checking == s.p && id != "slow" {
 					continue // the engine has announced it only
 				}
-				s.looks.want(id, core.Closed)
+				s.checking.want(id, core.Closed)
 			}
 			if n := s.e.Count("blocked"); n == 0 {
-				t.Error("the look has ended")
+				t.Error("the check has ended")
 			}
 			s.unblock()
 		})
@@ -190,7 +190,7 @@ func TestWritesThatWait(t *testing.T) {
 	more := core.Write{ID: "a", Src: both, Begin: []uint32{1}, End: []uint32{2}, Extends: true}
 	rest := core.Write{ID: "a", Src: src, Begin: []uint32{2}, Extends: true}
 	other := core.Write{ID: "b", Src: some, Begin: []uint32{4}, End: []uint32{5}, Extends: true}
-	q := newTodo()
+	q := newActionQueue()
 	for _, act := range []core.Action{first, other, more, rest, core.StopWrite{ID: "a"}, first, more} {
 		q.add(act)
 	}
@@ -198,7 +198,7 @@ func TestWritesThatWait(t *testing.T) {
 	if !reflect.DeepEqual(q.list, want) {
 		t.Errorf("these wait: %+v", q.list)
 	}
-	h := &halves{}
+	h := &lockedMachine{}
 	if list, _ := h.take(&q); len(list) != len(want) {
 		t.Fatalf("%d actions", len(list))
 	}

@@ -55,14 +55,14 @@ func (r *reached) took(t *testing.T, what string, want ...string) {
 // anyPlan is a plan of which nothing but its presence counts.
 type anyPlan struct{ kv.Plan }
 
-// lookedAt are transports over a cache on a device, with one that notes what reaches it.
-func lookedAt(t *testing.T, bases ...uintptr) (*transports, *reached) {
+// checkedTransports are transports over a cache on a device, with one that notes what reaches it.
+func checkedTransports(t *testing.T, bases ...uintptr) (*transports, *reached) {
 	t.Helper()
-	return lookedAtFor(t, bound, bases...)
+	return checkedTransportsFor(t, bound, bases...)
 }
 
-// lookedAtFor bounds the close of the device.
-func lookedAtFor(t *testing.T, closes time.Duration, bases ...uintptr) (*transports, *reached) {
+// checkedTransportsFor bounds the close of the device.
+func checkedTransportsFor(t *testing.T, closes time.Duration, bases ...uintptr) (*transports, *reached) {
 	t.Helper()
 	var regions []kv.Region
 	for i, base := range bases {
@@ -90,17 +90,17 @@ const aPeer = core.AgentID("peer")
 
 // writeOf is a write that reads some regions.
 func writeOf(id core.TransferID, regions ...uint32) core.WriteOp {
-	op := core.WriteOp{ID: id, Peer: aPeer, Grant: mark(viaTCP, []byte("grant")), Bytes: 2 * blockBytes}
+	op := core.WriteOp{ID: id, Peer: aPeer, Grant: addTransportName(viaTCP, []byte("grant")), Bytes: 2 * blockBytes}
 	for _, r := range regions {
 		op.Pairs = append(op.Pairs, kv.Pair{SrcRegion: r, Length: blockBytes})
 	}
 	return op
 }
 
-// TestMemoryIsLookedAt: the memory under a region is asked for before a load, a write and more of a write reach the transport. If the
+// TestMemoryIsChecked: the memory under a region is asked for before a load, a write and more of a write reach the transport. If the
 // engine has freed it, or has mapped other memory at its addresses, none of them does: the load fails, the write fails, and the write that
 // has begun is stopped and fails with the cause.
-func TestMemoryIsLookedAt(t *testing.T) {
+func TestMemoryIsChecked(t *testing.T) {
 	leaktest.Check(t)
 	for _, form := range []string{"pairs", "pairs of many regions", "a plan"} {
 		for _, happens := range []string{"it is freed", "it is mapped anew"} {
@@ -111,9 +111,9 @@ func TestMemoryIsLookedAt(t *testing.T) {
 				for i := range uintptr(regions) {
 					bases = append(bases, memory.At+i*numBlocks*blockBytes)
 				}
-				all, r := lookedAt(t, bases...)
+				all, r := checkedTransports(t, bases...)
 				load := func(id core.TransferID) error {
-					_, err := all.Expect(id, aPeer, &landing{segments: []kv.Segment{}}, all.look())
+					_, err := all.Expect(id, aPeer, &receivePlan{segments: []kv.Segment{}}, all.newMemoryCheck())
 					return err
 				}
 				write := func(id core.TransferID) core.WriteOp {
@@ -132,9 +132,9 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Fatal(err)
 				}
 				r.took(t, "a load", "load")
-				all.Write(write("begun"), all.look())
+				all.Write(write("begun"), all.newMemoryCheck())
 				r.took(t, "a write", "write")
-				all.Extend(write("begun"), all.look())
+				all.Extend(write("begun"), all.newMemoryCheck())
 				r.took(t, "more of it", "more")
 
 				memory.Sleep()
@@ -145,12 +145,12 @@ func TestMemoryIsLookedAt(t *testing.T) {
 					t.Errorf("a load ends with %v", err)
 				}
 				r.took(t, "a load when the memory is gone")
-				all.Write(write("gone"), all.look())
+				all.Write(write("gone"), all.newMemoryCheck())
 				if !isChange(r.ended) {
 					t.Errorf("a write ends with %v", r.ended)
 				}
 				r.took(t, "a write when the memory is gone")
-				all.Extend(write("begun"), all.look())
+				all.Extend(write("begun"), all.newMemoryCheck())
 				r.took(t, "more of a write when the memory is gone", "stop")
 				all.sink(viaTCP).Written("begun", core.TransferStats{}, errors.New("it was stopped"))
 				if !isChange(r.ended) {
@@ -161,15 +161,15 @@ func TestMemoryIsLookedAt(t *testing.T) {
 	}
 }
 
-// TestOtherMemoryIsLookedAt: if a look at all memory has found a change, a write of other regions begins all the same.
-func TestOtherMemoryIsLookedAt(t *testing.T) {
+// TestOtherMemoryIsChecked: if a check of all memory has found a change, a write of other regions begins all the same.
+func TestOtherMemoryIsChecked(t *testing.T) {
 	leaktest.Check(t)
 	e := engine.New(t, 0)
 	gone := e.Map(numBlocks * blockBytes)
-	all, r := lookedAt(t, gone.At, e.Map(numBlocks*blockBytes).At)
+	all, r := checkedTransports(t, gone.At, e.Map(numBlocks*blockBytes).At)
 	gone.Sleep()
-	l := all.look()
-	if _, err := all.Expect("load", aPeer, &landing{segments: []kv.Segment{}}, l); !isChange(err) {
+	l := all.newMemoryCheck()
+	if _, err := all.Expect("load", aPeer, &receivePlan{segments: []kv.Segment{}}, l); !isChange(err) {
 		t.Errorf("a load ends with %v", err)
 	}
 	all.Write(writeOf("gone", 0), l)
@@ -181,11 +181,11 @@ func TestOtherMemoryIsLookedAt(t *testing.T) {
 	r.took(t, "a write of memory that is there", "write")
 }
 
-// TestEachBatchLooks: what begins later does not rely on an earlier look.
-func TestEachBatchLooks(t *testing.T) {
+// TestEachBatchIsChecked: what begins later does not rely on an earlier check.
+func TestEachBatchIsChecked(t *testing.T) {
 	leaktest.Check(t)
 	memory := engine.New(t, 0).Map(numBlocks * blockBytes)
-	all, r := lookedAt(t, memory.At)
+	all, r := checkedTransports(t, memory.At)
 	shapes := []kv.Shape{{Name: "layer.0", BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks}}
 	match, err := kv.NewMatch(shapes, shapes)
 	if err != nil {
@@ -195,7 +195,7 @@ func TestEachBatchLooks(t *testing.T) {
 	from := &peer{id: aPeer, in: &matched{match: match}}
 	from.place = peers.order.PushBack(from)
 	peers.byID[aPeer] = from
-	p := &performer{log: zap.NewNop(), peers: peers, transports: all, halves: new(halves)}
+	p := &performer{log: zap.NewNop(), peers: peers, transports: all, machine: new(lockedMachine)}
 	expect := func(ids ...core.TransferID) {
 		var list []core.Action
 		for _, id := range ids {
@@ -220,18 +220,18 @@ func (c *cards) Forget(cause error)   { c.forgot = cause }
 func (c *cards) Renew()               {}
 func (c *cards) Lacks() (error, bool) { return nil, false }
 
-// TestLookOfBefore: if the agent takes the memory of now while a look is made, what the look has found is of the memory of before. Cards
-// keep the new memory, and the look is made again.
-func TestLookOfBefore(t *testing.T) {
+// TestCheckOfEarlierMemory: if the agent takes the memory of now while a check is made, what the check has found is of the memory of before. Cards
+// keep the new memory, and the check is made again.
+func TestCheckOfEarlierMemory(t *testing.T) {
 	leaktest.Check(t)
 	memory := engine.New(t, 0).Map(numBlocks * blockBytes)
-	all, _ := lookedAt(t, memory.At)
+	all, _ := checkedTransports(t, memory.At)
 	c := new(cards)
 	all.add(c)
 	memory.Sleep()
 	memory.Wake()
 	looks := 0
-	err := all.checked(func() error {
+	err := all.checkMemory(func() error {
 		looks++
 		found := all.devices.Check()
 		if now, err := all.devices.Look(); looks == 1 && (err != nil || !now.Take()) {
@@ -240,17 +240,17 @@ func TestLookOfBefore(t *testing.T) {
 		return found
 	})
 	if err != nil || c.forgot != nil || looks != 2 {
-		t.Errorf("after %d looks: %v, and the cards forget the memory of now: %v", looks, err, c.forgot)
+		t.Errorf("after %d checks: %v, and the cards forget the memory of now: %v", looks, err, c.forgot)
 	}
 	memory.Sleep()
-	if err := all.checked(all.devices.Check); !isChange(err) || !isChange(c.forgot) {
+	if err := all.checkMemory(all.devices.Check); !isChange(err) || !isChange(c.forgot) {
 		t.Errorf("%v, and the cards forget memory that is gone: %v", err, c.forgot)
 	}
 }
 
-// TestOwnMemoryInTheWay: a load that no transport can begin since it lacks this agent's memory fails as this agent's own fault. If
+// TestOwnMemoryPreventsLoad: a load that no transport can begin since it lacks this agent's memory fails as this agent's own fault. If
 // something else is in one's way, as the peer, it does not.
-func TestOwnMemoryInTheWay(t *testing.T) {
+func TestOwnMemoryPreventsLoad(t *testing.T) {
 	const peer = core.AgentID("peer")
 	cfg := testConfig(RoleDecode)
 	lacks, away := fmt.Errorf("region layer.0: %w", core.ErrMemory), errors.New("the peer is not connected")
@@ -263,7 +263,7 @@ func TestOwnMemoryInTheWay(t *testing.T) {
 		for _, why := range c.refuse {
 			all.add(&reached{refuses: why})
 		}
-		_, err := all.Expect("t", peer, &landing{segments: []kv.Segment{}}, all.look())
+		_, err := all.Expect("t", peer, &receivePlan{segments: []kv.Segment{}}, all.newMemoryCheck())
 		if err == nil || errors.Is(err, core.ErrMemory) != c.ours {
 			t.Errorf("%v: the load fails with %v", c.refuse, err)
 		}

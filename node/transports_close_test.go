@@ -38,7 +38,7 @@ func (s *closesLate) Close() error {
 // closeLate are transports on a device, with one that waits in its Close until end is called.
 func closeLate(t *testing.T, e *engine.Engine, devicesFor time.Duration) (all *transports, s *closesLate, end func()) {
 	t.Helper()
-	all, _ = lookedAtFor(t, devicesFor, e.Alloc(numBlocks*blockBytes))
+	all, _ = checkedTransportsFor(t, devicesFor, e.Alloc(numBlocks*blockBytes))
 	s = &closesLate{waits: make(chan struct{})}
 	all.list = []core.Transport{s}
 	end = sync.OnceFunc(func() { close(s.waits) })
@@ -147,10 +147,10 @@ func TestCloseWhileACopyMayLand(t *testing.T) {
 }
 
 // closeAtOnce closes transports that have no time.
-func closeAtOnce(t *testing.T, all *transports) (closed chan error, at *shut) {
+func closeAtOnce(t *testing.T, all *transports) (closed chan error, at *closeResult) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	closed, at = make(chan error, 1), new(shut)
+	closed, at = make(chan error, 1), new(closeResult)
 	go func() {
 		now, err := all.Close(ctx)
 		*at = now
@@ -174,7 +174,7 @@ func answer(t *testing.T, c <-chan error) error {
 // fencesLate is a decode agent on a device. Bytes of its load "t" may land: its transport neither fences the load nor closes
 // until end is called.
 type fencesLate struct {
-	*twinned
+	*fakeAgent
 	e   *engine.Engine
 	end func()
 }
@@ -182,10 +182,10 @@ type fencesLate struct {
 func fenceLate(t *testing.T) *fencesLate {
 	t.Helper()
 	n, e := coretest.NewNetwork(), engine.New(t, 0)
-	p := openTwinned(t, n, forced(RolePrefill, viaRDMA), nil)
+	p := openFakeAgent(t, n, forced(RolePrefill, viaRDMA), nil)
 	cfg := forced(RoleDecode, viaRDMA)
 	cfg.CloseTimeout = Seconds(500 * time.Millisecond)
-	d := twinnedOver(t, n, cfg, nil, nil)
+	d := fakeAgentOver(t, n, cfg, nil, nil)
 	list, at := regions(p.cache), e.Alloc(layers*numBlocks*blockBytes)
 	for i := range list {
 		list[i].Base, list[i].Memory = uint64(at)+uint64(i*numBlocks*blockBytes), kv.DeviceMemory(0)
@@ -197,8 +197,8 @@ func fenceLate(t *testing.T) *fencesLate {
 	d.load("t", p.BootstrapAddress(), 1)
 	until(t, "the load waits at prefill", func() bool { return d.Stats().LoadsWaiting == 1 })
 	waits := make(chan struct{})
-	d.twin.holds.Store(&waits)
-	f := &fencesLate{twinned: d, e: e, end: sync.OnceFunc(func() { close(waits) })}
+	d.fake.holds.Store(&waits)
+	f := &fencesLate{fakeAgent: d, e: e, end: sync.OnceFunc(func() { close(waits) })}
 	t.Cleanup(f.end)
 	return f
 }
@@ -223,7 +223,7 @@ func TestNoReportBeforeTheFence(t *testing.T) {
 	d := fenceLate(t)
 	d.caches.Load().transports.further = bound
 	closed := d.close()
-	until(t, "the transport is being closed", d.twin.closing.Load)
+	until(t, "the transport is being closed", d.fake.closing.Load)
 	d.unreported(t)
 	d.end()
 	if err := answer(t, closed); errors.Is(err, core.ErrMayLand) { // another part of a close that has so little time may be late
@@ -254,7 +254,7 @@ func TestNoReportWithoutAFence(t *testing.T) {
 func TestNoReportIfTheFenceFails(t *testing.T) {
 	leaktest.Check(t)
 	d := fenceLate(t)
-	d.twin.fails.Store(true)
+	d.fake.fails.Store(true)
 	d.end()
 	if err := answer(t, d.close()); !errors.Is(err, core.ErrMayLand) {
 		t.Errorf("the close ends with %v", err)
@@ -263,23 +263,23 @@ func TestNoReportIfTheFenceFails(t *testing.T) {
 	d.unreported(t)
 }
 
-// TestNothingBeginsAfterClose: a load, a write and more of a write that come out of a look when the transports are closed do not reach one.
+// TestNothingBeginsAfterClose: a load, a write and more of a write that come out of a check when the transports are closed do not reach one.
 func TestNothingBeginsAfterClose(t *testing.T) {
 	cfg, r := testConfig(RoleBoth), new(reached)
 	all := newTransports("self", &cfg, zap.NewNop(), nil, r, nil)
 	all.add(r)
 	all.pair(aPeer).connected = map[string]bool{viaTCP: true}
-	all.Write(writeOf("begun"), all.look())
+	all.Write(writeOf("begun"), all.newMemoryCheck())
 	r.took(t, "before", "write")
 	if _, err := all.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := all.Expect("load", aPeer, new(landing), all.look()); !errors.Is(err, core.ErrTransportClosed) {
+	if _, err := all.Expect("load", aPeer, new(receivePlan), all.newMemoryCheck()); !errors.Is(err, core.ErrTransportClosed) {
 		t.Errorf("a load: %v", err)
 	}
-	if all.Write(writeOf("late"), all.look()); !errors.Is(r.ended, core.ErrTransportClosed) {
+	if all.Write(writeOf("late"), all.newMemoryCheck()); !errors.Is(r.ended, core.ErrTransportClosed) {
 		t.Errorf("a write: %v", r.ended)
 	}
-	all.Extend(writeOf("begun"), all.look())
+	all.Extend(writeOf("begun"), all.newMemoryCheck())
 	r.took(t, "after")
 }

@@ -22,20 +22,20 @@ type livingHost struct{ fakeHost }
 
 func (*livingHost) Listens(context.Context, core.AgentID) bool { return true }
 
-// TestWhatStrangersAreTold: whatever a stranger asks while others have loads under way and a
+// TestWhatUnknownPeersAreTold: whatever an unknown peer asks while others have loads under way and a
 // rank has joined, no answer holds another agent's id, or the id of a transfer that the
-// stranger has not named. No line of the log that it causes holds another decode agent's id
+// unknown peer has not named. No line of the log that it causes holds another decode agent's id
 // or a transfer's.
-func TestWhatStrangersAreTold(t *testing.T) {
+func TestWhatUnknownPeersAreTold(t *testing.T) {
 	o, logs := observer.New(zap.InfoLevel)
-	a, _ := deafAgent(t)
+	a, _ := agentWithoutBus(t)
 	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, 2, 1
-	g := newGuests(&a.cfg, zap.New(o), &board{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, &livingHost{})
-	a.server.guests, a.server.log = g, g.log
+	g := newJoinedRanks(&a.cfg, zap.New(o), &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, &livingHost{})
+	a.server.joined, a.server.log = g, g.log
 	defer g.close()
 	// Others: agents with an id of their own key and with one of an nkey, and a rank.
 	others := []string{string(natsbus.NewIdentity().ID()), "U" + strings.Repeat("A2", 27) + "B-" + "C3D4E5F", string(natsbus.NewIdentity().ID())}
-	stranger := string(natsbus.NewIdentity().ID())
+	unknownPeer := string(natsbus.NewIdentity().ID())
 	load := func(id string, blocks ...uint32) *wire.Request {
 		return &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{TransferID: id, Transport: "tcp", Grant: []byte{1}, Groups: []wire.Blocks{{IDs: blocks}}, LeaseMS: 30000}}
 	}
@@ -60,10 +60,10 @@ func TestWhatStrangersAreTold(t *testing.T) {
 			}
 		}
 	}
-	a.halves.tell(core.Written{ID: "secret-0", Err: errors.New("it broke, secretly")}) // its end names the agent that it was sent to
+	a.machine.tell(core.Written{ID: "secret-0", Err: errors.New("it broke, secretly")}) // its end names the agent that it was sent to
 	told := ""
 	hear := func(knows string, req *wire.Request) {
-		req.From = stranger
+		req.From = unknownPeer
 		rep := a.server.serve("via", req)
 		said := rep.Reason
 		for _, e := range rep.Ends {
@@ -76,7 +76,7 @@ func TestWhatStrangersAreTold(t *testing.T) {
 		}
 		told += said + "\n"
 	}
-	var named []*wire.Request // the stranger has heard of these transfers
+	var named []*wire.Request // the unknown peer has heard of these transfers
 	for _, id := range []string{"secret-0", "secret-1", "secret-2", "secret-early"} {
 		named = append(named, load(id, 7), load(id, 7, 8, 9), load(id+"\x000/2@0", 7), renew(id), renew(id+"\x001/2@0"),
 			&wire.Request{Kind: wire.KindFinish, Finishes: []wire.Finish{{TransferID: id, Code: 5, Reason: "x"}}}, renew(id))
@@ -84,7 +84,7 @@ func TestWhatStrangersAreTold(t *testing.T) {
 	asked := []*wire.Request{
 		load("t", 7), renew("t"), {Kind: wire.KindFinish, Finishes: []wire.Finish{{TransferID: "t"}}},
 		{Kind: wire.KindSignal, Signal: &wire.Signal{Transport: "sig"}},
-		join(stranger, 1), join(others[0], 1), join(stranger, 0), {Kind: 99},
+		join(unknownPeer, 1), join(others[0], 1), join(unknownPeer, 0), {Kind: 99},
 		helloOf(func(h *wire.Agent) { h.Version++ }), helloOf(func(h *wire.Agent) { h.Shapes = nil }), helloOf(func(h *wire.Agent) { h.Endpoints = nil }),
 		helloOf(func(h *wire.Agent) { h.ID = others[0] }), // from here on it was met
 		load("t", 7), load("u", 1<<31), renew("t", "u"), {Kind: wire.KindSignal, Signal: &wire.Signal{Transport: "tcp"}},

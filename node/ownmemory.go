@@ -8,8 +8,8 @@ import (
 // ownMemory is memory of kvconn's own, which stays although the engine frees it.
 type ownMemory []*shmem.Memory
 
-// hold keeps such memory that lies under a layout until release.
-func hold(layout *kv.Layout) (all ownMemory, err error) {
+// holdOwnMemory keeps such memory that lies under a layout until release.
+func holdOwnMemory(layout *kv.Layout) (all ownMemory, err error) {
 	for i := range layout.Regions {
 		r := &layout.Regions[i]
 		if r.Memory != kv.HostMemory {

@@ -7,38 +7,38 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// lines hold work that waits, in a line for each key. As many goroutines as a line
+// workQueues hold work that waits, in a queue for each key. As many goroutines as a queue
 // is wide take work from its front, side by side.
-type lines[K comparable, T any] struct {
+type workQueues[K comparable, T any] struct {
 	name  string
-	width int // goroutines of one line
+	width int // goroutines of one queue
 	batch int // elements that a goroutine takes at a time
-	most  int // elements that wait in one line; one more drops the oldest. 0: the caller bounds them
+	limit int // elements that wait in one queue; one more drops the oldest. 0: the caller bounds them
 	work  func(key K, part []T)
 	start func(name string, f func()) // runs f on a goroutine
 
 	mu    sync.Mutex
-	byKey map[K]*line[T]
-	idle  *sync.Cond // the last line ended
+	byKey map[K]*workQueue[T]
+	idle  *sync.Cond // the last queue ended
 }
 
-type line[T any] struct {
+type workQueue[T any] struct {
 	waiting []T
 	running int
 }
 
-func (l *lines[K, T]) add(key K, v T) {
+func (l *workQueues[K, T]) add(key K, v T) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	ln := l.byKey[key]
 	if ln == nil {
-		ln = &line[T]{}
+		ln = &workQueue[T]{}
 		if l.byKey == nil {
-			l.byKey = map[K]*line[T]{}
+			l.byKey = map[K]*workQueue[T]{}
 		}
 		l.byKey[key] = ln
 	}
-	if l.most > 0 && len(ln.waiting) >= l.most {
+	if l.limit > 0 && len(ln.waiting) >= l.limit {
 		ln.waiting = ln.waiting[1:]
 	}
 	ln.waiting = append(ln.waiting, v)
@@ -48,8 +48,8 @@ func (l *lines[K, T]) add(key K, v T) {
 	}
 }
 
-// run works until the line is empty.
-func (l *lines[K, T]) run(key K, ln *line[T]) {
+// run works until the queue is empty.
+func (l *workQueues[K, T]) run(key K, ln *workQueue[T]) {
 	for {
 		part := l.next(key, ln)
 		if part == nil {
@@ -62,8 +62,8 @@ func (l *lines[K, T]) run(key K, ln *line[T]) {
 	}
 }
 
-// next takes from the front of a line; nil ends the goroutine that called it.
-func (l *lines[K, T]) next(key K, ln *line[T]) []T {
+// next takes from the front of a queue; nil ends the goroutine that called it.
+func (l *workQueues[K, T]) next(key K, ln *workQueue[T]) []T {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if n := min(len(ln.waiting), l.batch); n > 0 {
@@ -81,7 +81,7 @@ func (l *lines[K, T]) next(key K, ln *line[T]) []T {
 }
 
 // wait returns when nothing waits and nothing is being done, or when ctx ends.
-func (l *lines[K, T]) wait(ctx context.Context) {
+func (l *workQueues[K, T]) wait(ctx context.Context) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.idle == nil {
@@ -97,35 +97,35 @@ func (l *lines[K, T]) wait(ctx context.Context) {
 	}
 }
 
-// gate bounds how much is done at a time, of all keys and of one key. If there is no
+// limiter bounds how much is done at a time, of all keys and of one key. If there is no
 // place it refuses at once.
-type gate[K comparable] struct {
-	most, mostEach int
+type limiter[K comparable] struct {
+	limit, limitEach int
 
-	mu  sync.Mutex
-	all int
-	of  map[K]int
+	mu    sync.Mutex
+	total int
+	byKey map[K]int
 }
 
-func (g *gate[K]) enter(key K) bool {
+func (g *limiter[K]) acquire(key K) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.all >= g.most || g.of[key] >= g.mostEach {
+	if g.total >= g.limit || g.byKey[key] >= g.limitEach {
 		return false
 	}
-	if g.of == nil {
-		g.of = map[K]int{}
+	if g.byKey == nil {
+		g.byKey = map[K]int{}
 	}
-	g.all++
-	g.of[key]++
+	g.total++
+	g.byKey[key]++
 	return true
 }
 
-func (g *gate[K]) leave(key K) {
+func (g *limiter[K]) release(key K) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.all--
-	if g.of[key]--; g.of[key] == 0 {
-		delete(g.of, key)
+	g.total--
+	if g.byKey[key]--; g.byKey[key] == 0 {
+		delete(g.byKey, key)
 	}
 }

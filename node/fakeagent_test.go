@@ -20,14 +20,14 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// spy is a Signaller twin that counts and replaces calls.
+// spy is a fake Signaller that counts and replaces calls.
 type spy struct {
 	*coretest.Signaller
 	waits    atomic.Int32 // calls of Usable that might have waited
 	signals  atomic.Int32
 	answerer atomic.Pointer[func(from core.AgentID, msg []byte) ([]byte, error)]
 	signal   core.Signal
-	names    *twinNames
+	names    *fakeNames
 	sink     core.Sink
 	refuse   atomic.Pointer[func(peer core.AgentID) error] // of each write, by the peer's own id
 	far      error                                         // of each Connect
@@ -36,9 +36,9 @@ type spy struct {
 	closing  atomic.Bool                                   // Close has begun
 }
 
-// twinNames are the ids by which an agent knows its peers, and the peers' own ids, by which
-// twins find each other.
-type twinNames struct {
+// fakeNames are the ids by which an agent knows its peers, and the peers' own ids, by which
+// fakes find each other.
+type fakeNames struct {
 	mu    sync.Mutex
 	known map[core.AgentID]core.AgentID // by the peer's own id
 }
@@ -49,7 +49,7 @@ var railedAgents struct {
 }
 
 // own is the own id of a peer. A peer keeps the id that it had at this agent's predecessor.
-func (n *twinNames) own(id core.AgentID) core.AgentID {
+func (n *fakeNames) own(id core.AgentID) core.AgentID {
 	railedAgents.Lock()
 	defer railedAgents.Unlock()
 	for _, p := range railedAgents.list {
@@ -66,7 +66,7 @@ func (n *twinNames) own(id core.AgentID) core.AgentID {
 }
 
 // here is the id by which this agent knows a peer.
-func (n *twinNames) here(own core.AgentID) core.AgentID {
+func (n *fakeNames) here(own core.AgentID) core.AgentID {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if id, ok := n.known[own]; ok {
@@ -78,7 +78,7 @@ func (n *twinNames) here(own core.AgentID) core.AgentID {
 // renaming is a sink that hears of peers by the ids that its agent knows.
 type renaming struct {
 	core.Sink
-	names *twinNames
+	names *fakeNames
 }
 
 func (r renaming) PeerDown(peer core.AgentID, err error) { r.Sink.PeerDown(r.names.here(peer), err) }
@@ -146,64 +146,64 @@ func (s *spy) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 	return s.Signaller.Signalled(s.names.own(from), msg)
 }
 
-// twinned is an agent with a twin in the place of rdma, or of local where its configuration names that.
-type twinned struct {
+// fakeAgent is an agent with a fake transport in the place of rdma, or of local where its configuration names that.
+type fakeAgent struct {
 	*side
-	twin *spy
+	fake *spy
 	logs *observer.ObservedLogs
 }
 
-// twinAndTCP are what auto stands for here: local itself would be taken before the twin of rdma.
-const twinAndTCP = viaRDMA + "," + viaTCP
+// fakeAndTCP are what auto stands for here: local itself would be taken before the fake of rdma.
+const fakeAndTCP = viaRDMA + "," + viaTCP
 
-// openTwinned opens an agent; lack says why it has no twin.
-func openTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) *twinned {
+// openFakeAgent opens an agent; lack says why it has no fake transport.
+func openFakeAgent(t *testing.T, n *coretest.Network, cfg Config, lack error) *fakeAgent {
 	t.Helper()
-	r, err := tryTwinned(t, n, cfg, lack)
+	r, err := tryFakeAgent(t, n, cfg, lack)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return r
 }
 
-func tryTwinned(t *testing.T, n *coretest.Network, cfg Config, lack error) (*twinned, error) {
+func tryFakeAgent(t *testing.T, n *coretest.Network, cfg Config, lack error) (*fakeAgent, error) {
 	t.Helper()
 	cache := make([]byte, layers*numBlocks*blockBytes)
-	r := twinnedOver(t, n, cfg, lack, cache)
+	r := fakeAgentOver(t, n, cfg, lack, cache)
 	return r, r.RegisterKVCaches(regions(cache))
 }
 
-// twinnedOver has registered nothing yet.
-func twinnedOver(t *testing.T, n *coretest.Network, cfg Config, lack error, cache []byte) *twinned {
+// fakeAgentOver has registered nothing yet.
+func fakeAgentOver(t *testing.T, n *coretest.Network, cfg Config, lack error, cache []byte) *fakeAgent {
 	t.Helper()
 	seen, logs := observer.New(zap.InfoLevel)
-	r := &twinned{logs: logs}
+	r := &fakeAgent{logs: logs}
 	if cfg.Transport == viaAuto {
-		cfg.Transport = twinAndTCP
+		cfg.Transport = fakeAndTCP
 	}
 	patience := firstWait
 	if cfg.ConnectTimeout == testConfig(cfg.Role).ConnectTimeout { // nothing here is late, however slow the machine is
 		cfg.ConnectTimeout, patience = Seconds(3*bound), bound
 	}
 	name := strings.Split(cfg.Transport, ",")[0]
-	twin := func(id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	fake := func(id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 		if lack != nil {
 			return nil, lack
 		}
-		names := &twinNames{known: map[core.AgentID]core.AgentID{}}
+		names := &fakeNames{known: map[core.AgentID]core.AgentID{}}
 		toPeer := func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 			return signal(ctx, names.here(to), msg)
 		}
-		r.twin = &spy{Signaller: n.NewSignaller(name, id, l, renaming{s, names}, toPeer), signal: toPeer, names: names, sink: s}
-		return r.twin, nil
+		r.fake = &spy{Signaller: n.NewSignaller(name, id, l, renaming{s, names}, toPeer), signal: toPeer, names: names, sink: s}
+		return r.fake, nil
 	}
 	opt := Options{
 		Logger: zap.New(seen), firstWait: patience,
 		rdma: func(_ rdma.Config, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
-			return twin(id, l, s, signal)
+			return fake(id, l, s, signal)
 		},
 		near: func(_ local.Config, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Transport, error) {
-			return twin(id, l, s, signal)
+			return fake(id, l, s, signal)
 		},
 	}
 	a, err := Open(cfg, opt)
@@ -224,7 +224,7 @@ func twinnedOver(t *testing.T, n *coretest.Network, cfg Config, lack error, cach
 }
 
 // said counts the log lines that begin so.
-func (r *twinned) said(begin string) int {
+func (r *fakeAgent) said(begin string) int {
 	n := 0
 	for _, e := range r.logs.All() {
 		if strings.HasPrefix(e.Message, begin) {
@@ -241,7 +241,7 @@ func forced(role, transport string) Config {
 }
 
 // goesBy moves one transfer and checks by which transport.
-func goesBy(t *testing.T, p, d *twinned, id core.TransferID, transport string) {
+func goesBy(t *testing.T, p, d *fakeAgent, id core.TransferID, transport string) {
 	t.Helper()
 	p.fill(byte(len(id)), 5, 6)
 	p.offer(id, 5, 6)

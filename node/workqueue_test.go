@@ -36,12 +36,12 @@ func (h *held) of(key string) [][]int {
 	return h.parts[key]
 }
 
-// TestLineWidth: as many messages of one line run side by side as the line is wide,
-// whatever other lines do. The rest waits.
-func TestLineWidth(t *testing.T) {
+// TestQueueWidth: as many messages of one queue run side by side as the queue is wide,
+// whatever other queues do. The rest waits.
+func TestQueueWidth(t *testing.T) {
 	leaktest.Check(t)
 	h := newHeld()
-	l := &lines[string, int]{name: "test", width: 3, batch: 1, start: safe.Go, work: h.work}
+	l := &workQueues[string, int]{name: "test", width: 3, batch: 1, start: safe.Go, work: h.work}
 	for i := range 5 {
 		l.add("a", i)
 	}
@@ -70,7 +70,7 @@ func TestLineWidth(t *testing.T) {
 func TestLineBatches(t *testing.T) {
 	leaktest.Check(t)
 	h := newHeld()
-	l := &lines[string, int]{name: "test", width: 1, batch: 3, most: 5, start: safe.Go, work: h.work}
+	l := &workQueues[string, int]{name: "test", width: 1, batch: 3, limit: 5, start: safe.Go, work: h.work}
 	l.add("a", 0)
 	<-h.begun
 	for i := 1; i <= 7; i++ { // two more than there is room for
@@ -83,31 +83,31 @@ func TestLineBatches(t *testing.T) {
 	}
 }
 
-// TestGate: no more than the bounds are in, of all and of one.
-func TestGate(t *testing.T) {
-	g := gate[string]{most: 3, mostEach: 2}
+// TestLimiter: no more than the bounds are in, of all and of one.
+func TestLimiter(t *testing.T) {
+	g := limiter[string]{limit: 3, limitEach: 2}
 	for i, step := range []struct {
 		key  string
 		want bool
 	}{{"a", true}, {"a", true}, {"a", false}, {"b", true}, {"c", false}} {
-		if got := g.enter(step.key); got != step.want {
+		if got := g.acquire(step.key); got != step.want {
 			t.Errorf("step %d: %v, want %v", i, got, step.want)
 		}
 	}
-	g.leave("a")
-	if !g.enter("c") || g.enter("a") {
+	g.release("a")
+	if !g.acquire("c") || g.acquire("a") {
 		t.Error("the place that was left is not taken once")
 	}
 	for _, key := range []string{"a", "b", "c"} {
-		g.leave(key)
+		g.release(key)
 	}
-	if g.all != 0 || len(g.of) != 0 {
-		t.Errorf("%d are in: %v", g.all, g.of)
+	if g.total != 0 || len(g.byKey) != 0 {
+		t.Errorf("%d are in: %v", g.total, g.byKey)
 	}
 }
 
 // busy: something waits or is being done.
-func (l *lines[K, T]) busy() bool {
+func (l *workQueues[K, T]) busy() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.byKey) > 0

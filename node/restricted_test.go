@@ -22,8 +22,8 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// verdict is what a decode agent that local does not serve says of its loads.
-type verdict struct {
+// loadResults is what a decode agent that local does not serve says of its loads.
+type loadResults struct {
 	Code, Transport, Reason string // of the last load
 	Blocks                  []byte // the first block of each layer, then the second
 	Pairs                   []PairStats
@@ -32,7 +32,7 @@ type verdict struct {
 }
 
 // runBarred is that agent, in a process of its own. It loads two transfers, one after the other, and ends.
-func runBarred(address string) (string, error) {
+func runRestricted(address string) (string, error) {
 	if action := os.Getenv("KVCONN_TEST_FILTER"); action != "" {
 		if err := callfilter.Install(callfilter.Actions[action], unix.SYS_PROCESS_VM_READV); err != nil {
 			return "", err
@@ -48,7 +48,7 @@ func runBarred(address string) (string, error) {
 	if err := a.RegisterKVCaches(regions(cache)); err != nil {
 		return "", err
 	}
-	var v verdict
+	var v loadResults
 	for _, id := range []core.TransferID{"first", "second"} {
 		clear(cache)
 		if _, err := a.StartLoad([]core.LoadRequest{{ID: id, From: core.Target{Bootstrap: address}, Selection: kv.Selection{Blocks: [][]kv.BlockID{{3, 4}}}}}); err != nil {
@@ -82,9 +82,9 @@ func runBarred(address string) (string, error) {
 	return string(line), err
 }
 
-// TestBarred: the host really keeps D from P's memory, in each of the ways that containers bring. Two agents with "auto" then
+// TestRestrictedContainers: the host really keeps D from P's memory, by each of the restrictions that containers bring. Two agents with "auto" then
 // exchange caches by tcp, every byte right, and D's log and statistics have local's reason with its remedy.
-func TestBarred(t *testing.T) {
+func TestRestrictedContainers(t *testing.T) {
 	const nobody = 65534
 	root := []syscall.SysProcIDMap{{ContainerID: os.Geteuid(), HostID: os.Geteuid(), Size: 1}}
 	for name, c := range map[string]struct {
@@ -123,7 +123,7 @@ func TestBarred(t *testing.T) {
 			cmd := exec.CommandContext(ctx, "/proc/self/exe") // whose folder another user may not enter
 			cmd.SysProcAttr, cmd.Dir = &c.how, "/"
 			cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
-			cmd.Env = append(os.Environ(), "KVCONN_TEST_ROLE=barred", "KVCONN_TEST_ADDRESS="+p.BootstrapAddress(), "KVCONN_TEST_FILTER="+c.filter,
+			cmd.Env = append(os.Environ(), "KVCONN_TEST_ROLE=restricted", "KVCONN_TEST_ADDRESS="+p.BootstrapAddress(), "KVCONN_TEST_FILTER="+c.filter,
 				"GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0") // else the race detector waits a second for late reports
 			var complains bytes.Buffer
 			cmd.Stderr = &complains
@@ -133,7 +133,7 @@ func TestBarred(t *testing.T) {
 			if err != nil && cmd.Process == nil && forbidden(err) {
 				t.Skipf("NOT RUN: this machine lets nobody start a process in %s: %v", name, err)
 			}
-			var v verdict
+			var v loadResults
 			if err == nil {
 				err = json.Unmarshal(out, &v)
 			}

@@ -10,13 +10,13 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// TestGuestsLeaveRoom: ranks that join cannot fill the registry, so that this agent's own entry finds room beside theirs. One that
+// TestJoinedRanksLeaveRoom: ranks that join cannot fill the registry, so that this agent's own entry finds room beside theirs. One that
 // leaves, or comes with a shorter description, makes room.
-func TestGuestsLeaveRoom(t *testing.T) {
-	a, _ := deafAgent(t)
+func TestJoinedRanksLeaveRoom(t *testing.T) {
+	a, _ := agentWithoutBus(t)
 	const ranks = 64
 	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, ranks, 1
-	g := newGuests(&a.cfg, zap.NewNop(), &board{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, &fakeHost{})
+	g := newJoinedRanks(&a.cfg, zap.NewNop(), &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, &fakeHost{})
 	defer g.close()
 	join := func(tp, bytes int) error {
 		rank := &wire.Agent{Version: wire.Version, ID: "r", EngineID: "e", TPRank: tp, TPSize: ranks, PPSize: 1, Joined: true}
@@ -42,7 +42,7 @@ func TestGuestsLeaveRoom(t *testing.T) {
 	for _, n := range g.ranks {
 		sum += n.bytes
 	}
-	if sum > maxGuestsBytes || sum < maxGuestsBytes/2 || taken == ranks {
+	if sum > maxAllJoinedBytes || sum < maxAllJoinedBytes/2 || taken == ranks {
 		t.Fatalf("%d ranks of 1 MiB are in, with %d bytes", taken-1, sum)
 	}
 	if err := join(1, 1<<20); err != nil {

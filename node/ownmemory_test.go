@@ -21,16 +21,16 @@ func (c *countedClock) Now() time.Time {
 
 // TestAnswerOfManyTransfers: the agent's lock comes free between the parts of a long answer.
 func TestAnswerOfManyTransfers(t *testing.T) {
-	a, _ := deafAgent(t)
-	clock := &countedClock{Clock: a.halves.clock}
-	a.halves.clock = clock
+	a, _ := agentWithoutBus(t)
+	clock := &countedClock{Clock: a.machine.clock}
+	a.machine.clock = clock
 	renewal := core.SendRenew{Peer: "p", Loads: make([]core.TransferID, 4096)}
-	a.halves.renewReplied(renewal, make([]core.Answer, 4096), false, nil)
+	a.machine.renewReplied(renewal, make([]core.Answer, 4096), false, nil)
 	if clock.asked != 4096/core.MaxLocked {
 		t.Errorf("4096 answers are %d events", clock.asked)
 	}
 	clock.asked = 0
-	if a.halves.renewReplied(renewal, nil, false, core.ErrAbsent); clock.asked != 1 {
+	if a.machine.renewReplied(renewal, nil, false, core.ErrAbsent); clock.asked != 1 {
 		t.Errorf("no answer is %d events", clock.asked)
 	}
 }
