@@ -14,8 +14,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/giveback"
 	"github.com/kvconn/kvconn/internal/hostmem"
+	"github.com/kvconn/kvconn/internal/memrelease"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
@@ -85,7 +85,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 	a.usePlane(plane)
 	a.goRun("agent", func() { run(a.ctx, a.machine, a.perform) })
 	a.goRun("memory of the engine", func() { runMemory(a.ctx, a.machine, a.performOfMemory) })
-	a.goRun("memory", func() { giveback.Run(a.ctx) })
+	a.goRun("memory", func() { memrelease.Run(a.ctx) })
 	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
 		zap.String("role", cfg.Role), zap.String("bootstrap", a.BootstrapAddress()))
 	return a, nil

@@ -11,11 +11,11 @@ import (
 	"sync"
 )
 
-// Lean serves completions as Handler does, each event in a write of its own, with as
+// Minimal serves completions as Handler does, each event in a write of its own, with as
 // little work as can be: a benchmark is to measure the router, not the engine. It knows
 // /health, and takes every POST for a completion with a Content-Length. It returns when
 // the listener and its connections are closed.
-func Lean(l net.Listener, o Options) {
+func Minimal(l net.Listener, o Options) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	var mu sync.Mutex

@@ -8,20 +8,20 @@ import (
 	"github.com/kvconn/kvconn/internal/sleep"
 )
 
-// blipTransfers is how many transfers wait when all connections of a pair break.
-const blipTransfers = 100
+// resetTransfers is how many transfers wait when all connections of a pair break.
+const resetTransfers = 100
 
 // stoppedFor is how long P is stopped while its connections break: too short for P to
 // count as gone.
 const stoppedFor = 1500 * time.Millisecond
 
-// runBlip: every connection between a living P and a living D breaks at once, and again
+// runReset: every connection between a living P and a living D breaks at once, and again
 // while P is stopped. No byte of the waiting transfers has come: they survive.
-func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
-	return with(ctx, opt, led, shape{name: "blip", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
+func runReset(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "reset", prefills: 1, decodes: 1, memory: tinyBlocks(leaseSeconds, earlySeconds)}, func(f *fleet) (string, error) {
 		opt.Progress("all connections of a pair break at once")
-		items := f.items("blip", blipTransfers, 0, 0)
-		claims := f.items("claim", blipTransfers, 0, 0)
+		items := f.items("reset", resetTransfers, 0, 0)
+		claims := f.items("claim", resetTransfers, 0, 0)
 		if err := f.announce(0, append(items, claims...)); err != nil {
 			return "", err
 		}
@@ -29,7 +29,7 @@ func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		if proc == nil {
 			return "", errDown
 		}
-		if err := proc.give(order{Op: opClaim, Items: claims}); err != nil {
+		if err := proc.send(command{Op: opClaim, Items: claims}); err != nil {
 			return "", err
 		}
 		loads, err := f.loads(0, 0, items)
@@ -57,15 +57,15 @@ func runBlip(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		}
 		loads = append(loads, late...)
 		await(ctx, append(loads, offers...), opt.drain)
-		led.require("blip", loads, "load ok")
-		led.require("blip", offers, "offer ok")
+		led.require("reset", loads, "load ok")
+		led.require("reset", offers, "offer ok")
 		return led.tell(loads, start) + "; " + led.tell(offers, start), nil
 	})
 }
 
 // cut breaks all connections of a pair.
 func (f *fleet) cut(p, d int) {
-	for _, w := range f.ways[p][d].each() {
+	for _, w := range f.relays[p][d].each() {
 		w.Cut(true)
 	}
 }

@@ -1,5 +1,5 @@
-// Package giveback returns memory to the system that Go keeps after a burst.
-package giveback
+// Package memrelease returns memory to the system that Go keeps after a burst.
+package memrelease
 
 import (
 	"context"
@@ -14,62 +14,62 @@ import (
 
 // Bounds of the memory that Go keeps in a process after a burst.
 const (
-	memoryLook  = 10 * time.Second
-	memorySlack = 2 << 20  // kept without a thought
-	calmBytes   = 16 << 20 // allocated between two looks: it is calm
-	litterBytes = 4 << 20  // allocated since memory was given back: it may be worth it again
-	// burstLooks is how often memory is given back after a burst: what it has left comes free bit
+	checkInterval = 10 * time.Second
+	memorySlack   = 2 << 20  // kept without a thought
+	maxCalmBytes  = 16 << 20 // allocated between two checks: it is calm
+	minAllocated  = 4 << 20  // allocated since memory was given back: it may be worth it again
+	// burstChecks is how often memory is given back after a burst: what it has left comes free bit
 	// by bit, the last of it when links to hosts that are gone are dropped.
-	burstLooks = 4
+	burstChecks = 4
 	// What is free after memory was given back has mostly come free just then. If more than
 	// keptFree is, memory is given back again, mostTries times in all.
 	keptFree  = 1 << 20
 	mostTries = 3
 )
 
-// keeper gives the system back what a burst has left. Go alone keeps it for minutes: an idle
+// releaser gives the system back what a burst has left. Go alone keeps it for minutes: an idle
 // process collects its garbage every two minutes, and returns memory slowly.
-type keeper struct {
+type releaser struct {
 	mu    sync.Mutex
-	least uint64    // of what was held at a look
-	spent uint64    // bytes allocated since the process began, at the last look
+	least uint64    // of what was held at a check
+	spent uint64    // bytes allocated since the process began, at the last check
 	given uint64    // the same, when memory was given back
-	last  time.Time // look
-	owed  int       // looks after a burst that are to come
-	holes uint64    // of the free memory, what stir does not take
+	last  time.Time // check
+	owed  int       // checks after a burst that are to come
+	holes uint64    // of the free memory, what compact does not take
 }
 
 // memory is one for all agents and routers of a process.
-var memory keeper
+var memory releaser
 
-// Run looks until ctx ends. All who run it in a process look as one.
+// Run checks until ctx ends. All who run it in a process check as one.
 func Run(ctx context.Context) {
 	for {
-		memory.look(time.Now(), heldMemory, memory.giveBack)
-		if sleep.For(ctx, memoryLook) != nil {
+		memory.check(time.Now(), heldMemory, memory.giveBack)
+		if sleep.For(ctx, checkInterval) != nil {
 			return
 		}
 	}
 }
 
-// look gives memory back if much more is held than once, and if little was allocated since
-// the last look: a collection would take time from what is under way.
-func (k *keeper) look(now time.Time, read func() (held, spent uint64), giveBack func()) {
+// check gives memory back if much more is held than once, and if little was allocated since
+// the last check: a collection would take time from what is under way.
+func (k *releaser) check(now time.Time, read func() (held, spent uint64), giveBack func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if now.Sub(k.last) < memoryLook/2 {
-		return // another of this process has looked
+	if now.Sub(k.last) < checkInterval/2 {
+		return // another of this process has checked
 	}
 	k.last = now
 	held, spent := read()
 	if k.least == 0 || held < k.least {
 		k.least = held
 	}
-	calm := spent-k.spent < calmBytes
+	calm := spent-k.spent < maxCalmBytes
 	if !calm {
-		k.owed = burstLooks
+		k.owed = burstChecks
 	}
-	if calm && (k.owed > 0 || spent-k.given >= litterBytes) && held > k.least+k.least/8+memorySlack {
+	if calm && (k.owed > 0 || spent-k.given >= minAllocated) && held > k.least+k.least/8+memorySlack {
 		giveBack()
 		_, spent = read()
 		k.given = spent
@@ -78,11 +78,11 @@ func (k *keeper) look(now time.Time, read func() (held, spent uint64), giveBack 
 	k.spent = spent
 }
 
-func (k *keeper) giveBack() {
+func (k *releaser) giveBack() {
 	runtime.GC() // pools keep what they have over one collection, stacks are halved by each
 	runtime.GC()
 	for range mostTries { // the scavenger works meanwhile
-		k.stir()
+		k.compact()
 		debug.FreeOSMemory()
 		if free, _ := freeMemory(); free < keptFree {
 			return

@@ -1,4 +1,4 @@
-package giveback
+package memrelease
 
 import (
 	"os"
@@ -21,7 +21,7 @@ func TestFreeMemoryIsTaken(t *testing.T) {
 	b = nil
 	debug.FreeOSMemory()
 	before := resident(t)
-	k := &keeper{}
+	k := &releaser{}
 	pieces := k.takeFree()
 	grew := resident(t) - before
 	free, released := freeMemory()
@@ -43,11 +43,11 @@ func TestFreeMemoryIsTaken(t *testing.T) {
 
 // TestAddressesDoNotGrow: what does not fit into what is free is asked for once.
 func TestAddressesDoNotGrow(t *testing.T) {
-	k := &keeper{}
+	k := &releaser{}
 	k.giveBack()
 	before := mapped()
 	for range 8 {
-		k.stir()
+		k.compact()
 		debug.FreeOSMemory()
 	}
 	if grew := mapped() - before; grew > 16<<20 {
@@ -60,7 +60,7 @@ func TestLimit(t *testing.T) {
 	const limit = 64 << 20
 	defer debug.SetMemoryLimit(debug.SetMemoryLimit(limit))
 	var taken int
-	for _, p := range (&keeper{}).takeFree() {
+	for _, p := range (&releaser{}).takeFree() {
 		taken += p.Cap()
 	}
 	if taken > limit/4 {

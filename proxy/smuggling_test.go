@@ -97,7 +97,7 @@ func TestDisguisedParameters(t *testing.T) {
 }
 
 // TestNamesBesideOurs: the members by which an engine takes the router's parameters from
-// elsewhere in a completion request.
+// inOtherRole in a completion request.
 func TestNamesBesideOurs(t *testing.T) {
 	leaktest.Check(t)
 	for body, refused := range map[string]bool{
@@ -147,7 +147,7 @@ func FuzzSpelled(f *testing.F) {
 		for _, c := range []byte(text) {
 			wide = append(append(wide, c), make([]byte, zeros%4)...)
 		}
-		if found := spelled(wide, names); err == nil && name != "" && found == "" {
+		if found := findEncoded(wide, names); err == nil && name != "" && found == "" {
 			t.Errorf("%q is a member of %q, and is not found with %d zeros", name, text, zeros%4)
 		}
 		b := &bodies{}
@@ -170,17 +170,17 @@ func FuzzSpelled(f *testing.F) {
 func TestSpelledInPieces(t *testing.T) {
 	names := []string{"bootstrap_host", "kv"}
 	for _, name := range []string{"bootstrap_host", `\u0062ootstrap_hos\u0074`, "b\x00o\x00o\x00t\x00s\x00t\x00r\x00a\x00p\x00_\x00h\x00o\x00s\x00t\x00"} {
-		for at := spelledPiece - 40; at < spelledPiece+4; at++ {
+		for at := encodedPiece - 40; at < encodedPiece+4; at++ {
 			text := append(bytes.Repeat([]byte("x"), at), name...)
-			text = append(text, bytes.Repeat([]byte("y"), 2*spelledPiece)...)
-			if got := spelled(text, names); got != "bootstrap_host" {
+			text = append(text, bytes.Repeat([]byte("y"), 2*encodedPiece)...)
+			if got := findEncoded(text, names); got != "bootstrap_host" {
 				t.Fatalf("%q at %d: %q", name, at, got)
 			}
 		}
 	}
 	text := bytes.Repeat([]byte("x"), 8<<20)
 	alloctest.Bound(t, 1<<20, func() {
-		if got := spelled(text, names); got != "" {
+		if got := findEncoded(text, names); got != "" {
 			t.Errorf("%q is found", got)
 		}
 	})

@@ -1,4 +1,4 @@
-package giveback
+package memrelease
 
 import (
 	"runtime"
@@ -7,23 +7,23 @@ import (
 	"strings"
 )
 
-// Bounds of stir: bytes of a piece, pieces, and more.
+// Bounds of compact: bytes of a piece, pieces, and more.
 const (
 	leastPiece = 64 << 10
 	mostPieces = 1 << 10
 	mostGrowth = 8 << 20 // of addresses
 )
 
-// stir takes all that is free in Go's heap, piece by piece, and drops it. Go's scavenger works in
+// compact takes all that is free in Go's heap, piece by piece, and drops it. Go's scavenger works in
 // the background. It may note of a part of the heap (4 MiB) that nothing is left there to give
 // back, though it has looked at the part's lower pages only. FreeOSMemory believes that until a
 // page of the part comes free again. This way up to 9 MiB stayed of 25 that a process began with.
-func (k *keeper) stir() { runtime.KeepAlive(k.takeFree()) }
+func (k *releaser) compact() { runtime.KeepAlive(k.takeFree()) }
 
 // takeFree allocates what is free. Nothing is written, so the system gives no memory for it. The
 // heap's addresses grow where no piece fits into what is left, or where the scavenger is at work
 // just then. By so much less is taken the next time, and more than mostGrowth ends it.
-func (k *keeper) takeFree() []strings.Builder {
+func (k *releaser) takeFree() []strings.Builder {
 	free, released := freeMemory()
 	// With a limit, what is taken counts as used.
 	all := min(free+released, uint64(debug.SetMemoryLimit(-1))/4)

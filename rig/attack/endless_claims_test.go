@@ -15,7 +15,7 @@ import (
 // liked. Now an offer ends when offer_timeout_s is over.
 func TestClaimsThatNeverEnd(t *testing.T) { atBoth(t, claimsThatNeverEnd) }
 
-func claimsThatNeverEnd(s *scene) {
+func claimsThatNeverEnd(s *scenario) {
 	p, d := s.start("prefill", map[string]any{"offer_timeout_s": 3}), s.start("decode", nil)
 	before(s, p, d)
 	r, _ := s.met(p)

@@ -1,4 +1,4 @@
-// Package faultnet is a bad network: ways to TCP addresses that can be cut,
+// Package faultnet is a bad network: relays to TCP addresses that can be cut,
 // delayed, throttled, half-closed and held while connections use them.
 package faultnet
 
@@ -15,7 +15,7 @@ import (
 	"github.com/kvconn/kvconn/internal/sleep"
 )
 
-// Direction is one of the two that bytes take on a way.
+// Direction is one of the two that bytes take on a relay.
 type Direction int
 
 // Up is from the dialling end to the address; Down is back.
@@ -24,17 +24,17 @@ const (
 	Down
 )
 
-// Trouble is done to a way's bytes and new connections. The zero value does nothing.
-type Trouble struct {
+// Impairment is done to a relay's bytes and new connections. The zero value does nothing.
+type Impairment struct {
 	Delay  time.Duration // each byte comes so much later
 	Rate   int           // bytes a second of each connection and direction; 0 = any
 	Hold   [2]bool       // per Direction: bytes stay where they are, as in a black hole that TCP survives
 	Refuse bool          // new connections are reset
 }
 
-// Way forwards the connections of one address to another. Its methods may be
+// Relay forwards the connections of one address to another. Its methods may be
 // called from any goroutine.
-type Way struct {
+type Relay struct {
 	ln net.Listener
 	to string
 
@@ -42,11 +42,11 @@ type Way struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 
-	mu      sync.Mutex
-	trouble Trouble
-	changed chan struct{} // closed, and made anew, when trouble changes
-	conns   map[*conn]struct{}
-	carried [2]uint64
+	mu         sync.Mutex
+	impairment Impairment
+	changed    chan struct{} // closed, and made anew, when the impairment changes
+	conns      map[*conn]struct{}
+	carried    [2]uint64
 }
 
 const (
@@ -59,113 +59,113 @@ const (
 )
 
 // Open listens on an address and forwards to another, until Close.
-func Open(listen, to string) (*Way, error) {
+func Open(listen, to string) (*Relay, error) {
 	ln, err := net.Listen("tcp", listen)
 	if err != nil {
-		return nil, fmt.Errorf("way to %s: %w", to, err)
+		return nil, fmt.Errorf("relay to %s: %w", to, err)
 	}
-	w := &Way{ln: ln, to: to, changed: make(chan struct{}), conns: map[*conn]struct{}{}}
-	w.ctx, w.cancel = context.WithCancel(context.Background())
-	w.goRun(w.accept)
-	return w, nil
+	r := &Relay{ln: ln, to: to, changed: make(chan struct{}), conns: map[*conn]struct{}{}}
+	r.ctx, r.cancel = context.WithCancel(context.Background())
+	r.goRun(r.accept)
+	return r, nil
 }
 
-func (w *Way) goRun(f func()) {
-	w.wg.Add(1)
+func (r *Relay) goRun(f func()) {
+	r.wg.Add(1)
 	safe.Go("faultnet", func() {
-		defer w.wg.Done()
+		defer r.wg.Done()
 		f()
 	})
 }
 
-// Addr is where the way begins, host:port.
-func (w *Way) Addr() string { return w.ln.Addr().String() }
+// Addr is where the relay listens, host:port.
+func (r *Relay) Addr() string { return r.ln.Addr().String() }
 
-// Set changes the way's trouble, also for open connections.
-func (w *Way) Set(t Trouble) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.trouble = t
-	close(w.changed)
-	w.changed = make(chan struct{})
+// Set changes the relay's impairment, also for open connections.
+func (r *Relay) Set(t Impairment) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.impairment = t
+	close(r.changed)
+	r.changed = make(chan struct{})
 }
 
 // Cut ends all open connections, with a reset or in order, and returns how many there
 // were. New ones are let through.
-func (w *Way) Cut(reset bool) int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for c := range w.conns {
+func (r *Relay) Cut(reset bool) int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for c := range r.conns {
 		c.end(reset)
 	}
-	n := len(w.conns)
-	clear(w.conns)
+	n := len(r.conns)
+	clear(r.conns)
 	return n
 }
 
 // HalfClose ends one direction of all open connections: its receiver reads an end, and
 // bytes that still come for it are thrown away. It returns how many connections there
 // were.
-func (w *Way) HalfClose(d Direction) int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for c := range w.conns {
+func (r *Relay) HalfClose(d Direction) int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for c := range r.conns {
 		c.halfClose(d)
 	}
-	return len(w.conns)
+	return len(r.conns)
 }
 
 // Open is the number of connections that are open.
-func (w *Way) Open() int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return len(w.conns)
+func (r *Relay) Open() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.conns)
 }
 
 // Carried is how many bytes were forwarded in a direction.
-func (w *Way) Carried(d Direction) uint64 {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.carried[d]
+func (r *Relay) Carried(d Direction) uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.carried[d]
 }
 
-// Close ends the way and its connections, and waits until nothing of it runs.
-func (w *Way) Close() {
-	w.cancel()
-	w.ln.Close()
-	w.Cut(false)
-	w.wg.Wait()
+// Close ends the relay and its connections, and waits until nothing of it runs.
+func (r *Relay) Close() {
+	r.cancel()
+	r.ln.Close()
+	r.Cut(false)
+	r.wg.Wait()
 }
 
-func (w *Way) now() (Trouble, <-chan struct{}) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.trouble, w.changed
+func (r *Relay) now() (Impairment, <-chan struct{}) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.impairment, r.changed
 }
 
-func (w *Way) accept() {
+func (r *Relay) accept() {
 	for {
-		in, err := w.ln.Accept()
+		in, err := r.ln.Accept()
 		if err != nil {
-			if w.ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
+			if r.ctx.Err() != nil || errors.Is(err, net.ErrClosed) {
 				return
 			}
-			if sleep.For(w.ctx, 10*time.Millisecond) != nil { // descriptors are short; others end soon
+			if sleep.For(r.ctx, 10*time.Millisecond) != nil { // descriptors are short; others end soon
 				return
 			}
 			continue
 		}
-		c := &conn{way: w, done: make(chan struct{})}
+		c := &conn{relay: r, done: make(chan struct{})}
 		c.ends[Up] = tune(in)
-		w.mu.Lock()
-		if w.ctx.Err() != nil || w.trouble.Refuse {
+		r.mu.Lock()
+		if r.ctx.Err() != nil || r.impairment.Refuse {
 			c.end(true)
-			w.mu.Unlock()
+			r.mu.Unlock()
 			continue
 		}
-		w.conns[c] = struct{}{}
-		w.mu.Unlock()
-		w.goRun(c.run)
+		r.conns[c] = struct{}{}
+		r.mu.Unlock()
+		r.goRun(c.run)
 	}
 }
 
@@ -176,31 +176,31 @@ func tune(c net.Conn) *net.TCPConn {
 	return t
 }
 
-func (w *Way) forget(c *conn) {
-	w.mu.Lock()
-	delete(w.conns, c)
-	w.mu.Unlock()
+func (r *Relay) forget(c *conn) {
+	r.mu.Lock()
+	delete(r.conns, c)
+	r.mu.Unlock()
 }
 
 // conn is a forwarded connection: ends[Up] is the side that dialled, which
 // bytes going up are read from; ends[Down] the address's.
 type conn struct {
-	way  *Way
-	done chan struct{}
+	relay *Relay
+	done  chan struct{}
 
-	mu    sync.Mutex
-	ends  [2]*net.TCPConn
-	ended bool
-	deaf  [2]bool // per Direction: half-closed by HalfClose
+	mu      sync.Mutex
+	ends    [2]*net.TCPConn
+	ended   bool
+	stalled [2]bool // per Direction: half-closed by HalfClose
 }
 
 func (c *conn) run() {
-	defer c.way.forget(c)
+	defer c.relay.forget(c)
 	// Nor is a connection made through a black hole.
 	if !c.pass(Up) {
 		return
 	}
-	out, err := (&net.Dialer{Timeout: dialTimeout}).DialContext(c.way.ctx, "tcp", c.way.to)
+	out, err := (&net.Dialer{Timeout: dialTimeout}).DialContext(c.relay.ctx, "tcp", c.relay.to)
 	if err != nil {
 		c.end(true)
 		return
@@ -216,7 +216,7 @@ func (c *conn) run() {
 	var both sync.WaitGroup
 	for _, d := range []Direction{Up, Down} {
 		both.Add(1)
-		c.way.goRun(func() {
+		c.relay.goRun(func() {
 			defer both.Done()
 			c.carry(d)
 		})
@@ -248,22 +248,22 @@ func (c *conn) end(reset bool) {
 func (c *conn) halfClose(d Direction) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if to := c.ends[1-d]; to != nil && !c.ended && !c.deaf[d] {
-		c.deaf[d] = true
+	if to := c.ends[1-d]; to != nil && !c.ended && !c.stalled[d] {
+		c.stalled[d] = true
 		_ = to.CloseWrite()
 	}
 }
 
-func (c *conn) isDeaf(d Direction) bool {
+func (c *conn) isStalled(d Direction) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.deaf[d]
+	return c.stalled[d]
 }
 
 // pass waits while a direction is held; false when the connection has ended.
 func (c *conn) pass(d Direction) bool {
 	for {
-		t, changed := c.way.now()
+		t, changed := c.relay.now()
 		if !t.Hold[d] {
 			return c.wait(0)
 		}
@@ -308,7 +308,7 @@ type piece struct {
 func (c *conn) carry(d Direction) {
 	from, to := c.ends[d], c.ends[1-d]
 	pieces := make(chan piece, inFlight)
-	c.way.goRun(func() { c.read(d, from, pieces) })
+	c.relay.goRun(func() { c.read(d, from, pieces) })
 	for {
 		var p piece
 		select {
@@ -322,25 +322,25 @@ func (c *conn) carry(d Direction) {
 		if p.err != nil {
 			if !errors.Is(p.err, io.EOF) {
 				c.end(true)
-			} else if !c.isDeaf(d) {
+			} else if !c.isStalled(d) {
 				_ = to.CloseWrite()
 			}
 			return
 		}
-		if c.isDeaf(d) {
+		if c.isStalled(d) {
 			continue
 		}
 		if _, err := to.Write(p.bytes); err != nil {
-			if !c.isDeaf(d) {
+			if !c.isStalled(d) {
 				c.end(true)
 				return
 			}
 			continue
 		}
-		c.way.mu.Lock()
-		c.way.carried[d] += uint64(len(p.bytes))
-		c.way.mu.Unlock()
-		if t, _ := c.way.now(); t.Rate > 0 {
+		c.relay.mu.Lock()
+		c.relay.carried[d] += uint64(len(p.bytes))
+		c.relay.mu.Unlock()
+		if t, _ := c.relay.now(); t.Rate > 0 {
 			if !c.wait(time.Duration(float64(len(p.bytes)) / float64(t.Rate) * float64(time.Second))) {
 				return
 			}
@@ -351,12 +351,12 @@ func (c *conn) carry(d Direction) {
 func (c *conn) read(d Direction, from *net.TCPConn, pieces chan<- piece) {
 	for {
 		size := chunk
-		if t, _ := c.way.now(); t.Rate > 0 {
+		if t, _ := c.relay.now(); t.Rate > 0 {
 			size = min(chunk, max(t.Rate/20, 64)) // some twenty writes a second
 		}
 		buf := make([]byte, size)
 		n, err := from.Read(buf)
-		t, _ := c.way.now()
+		t, _ := c.relay.now()
 		due := time.Now().Add(t.Delay)
 		for _, p := range []piece{{bytes: buf[:n], due: due}, {err: err, due: due}} {
 			if len(p.bytes) == 0 && p.err == nil {

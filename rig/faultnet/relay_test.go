@@ -17,8 +17,8 @@ import (
 // bound is how long a test waits for what must come.
 const bound = 30 * time.Second
 
-// pair opens a way to a listener and one connection over it.
-func pair(t *testing.T) (w *Way, near, far *net.TCPConn) {
+// pair opens a relay to a listener and one connection over it.
+func pair(t *testing.T) (r *Relay, near, far *net.TCPConn) {
 	t.Helper()
 	leaktest.Check(t)
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -26,17 +26,17 @@ func pair(t *testing.T) (w *Way, near, far *net.TCPConn) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { ln.Close() })
-	w, err = Open("127.0.0.1:0", ln.Addr().String())
+	r, err = Open("127.0.0.1:0", ln.Addr().String())
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(w.Close)
-	return w, dial(t, w), take(t, ln)
+	t.Cleanup(r.Close)
+	return r, dial(t, r), take(t, ln)
 }
 
-func dial(t *testing.T, w *Way) *net.TCPConn {
+func dial(t *testing.T, r *Relay) *net.TCPConn {
 	t.Helper()
-	c, err := net.Dial("tcp", w.Addr())
+	c, err := net.Dial("tcp", r.Addr())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +69,7 @@ func send(t *testing.T, from, to net.Conn, text string) {
 }
 
 func TestForwardsBothWaysAndEnds(t *testing.T) {
-	w, near, far := pair(t)
+	r, near, far := pair(t)
 	send(t, near, far, "up")
 	send(t, far, near, "down")
 	if err := near.CloseWrite(); err != nil {
@@ -83,16 +83,16 @@ func TestForwardsBothWaysAndEnds(t *testing.T) {
 	if b, err := io.ReadAll(near); err != nil || len(b) != 0 {
 		t.Fatalf("after both ends: %q, %v", b, err)
 	}
-	if up, down := w.Carried(Up), w.Carried(Down); up != 2 || down != 9 {
+	if up, down := r.Carried(Up), r.Carried(Down); up != 2 || down != 9 {
 		t.Errorf("carried %d up, %d down", up, down)
 	}
 }
 
 func TestCut(t *testing.T) {
 	for _, reset := range []bool{true, false} {
-		w, near, far := pair(t)
+		r, near, far := pair(t)
 		send(t, near, far, "hello")
-		if n := w.Cut(reset); n != 1 {
+		if n := r.Cut(reset); n != 1 {
 			t.Fatalf("%d connections cut", n)
 		}
 		for _, c := range []net.Conn{near, far} {
@@ -101,16 +101,16 @@ func TestCut(t *testing.T) {
 				t.Errorf("reset %v: read says %v", reset, err)
 			}
 		}
-		if w.Open() != 0 {
-			t.Errorf("%d connections are open", w.Open())
+		if r.Open() != 0 {
+			t.Errorf("%d connections are open", r.Open())
 		}
 	}
 }
 
 func TestHalfClose(t *testing.T) {
-	w, near, far := pair(t)
+	r, near, far := pair(t)
 	send(t, near, far, "hello")
-	w.HalfClose(Up)
+	r.HalfClose(Up)
 	if b, err := io.ReadAll(far); err != nil || len(b) != 0 {
 		t.Fatalf("the closed direction: %q, %v", b, err)
 	}
@@ -123,33 +123,33 @@ func TestHalfClose(t *testing.T) {
 // A held direction keeps its bytes and gives them in order when it is let go. A new
 // connection waits too.
 func TestHold(t *testing.T) {
-	w, near, far := pair(t)
+	r, near, far := pair(t)
 	send(t, near, far, "before")
-	w.Set(Trouble{Hold: [2]bool{Down: true}})
+	r.Set(Impairment{Hold: [2]bool{Down: true}})
 	if _, err := io.WriteString(far, "held"); err != nil {
 		t.Fatal(err)
 	}
 	send(t, near, far, "the other direction")
-	if n := w.Carried(Down); n != 0 {
+	if n := r.Carried(Down); n != 0 {
 		t.Fatalf("%d bytes passed", n)
 	}
-	w.Set(Trouble{})
+	r.Set(Impairment{})
 	got := make([]byte, 4)
 	if _, err := io.ReadFull(near, got); err != nil || string(got) != "held" {
 		t.Fatalf("%q, %v", got, err)
 	}
-	w.Set(Trouble{Hold: [2]bool{true, true}})
-	w.Cut(true) // held bytes can be cut off
+	r.Set(Impairment{Hold: [2]bool{true, true}})
+	r.Cut(true) // held bytes can be cut off
 	if _, err := near.Read(got); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("a held connection that was cut: %v", err)
 	}
 }
 
 func TestRefuse(t *testing.T) {
-	w, near, far := pair(t)
+	r, near, far := pair(t)
 	send(t, near, far, "hello")
-	w.Set(Trouble{Refuse: true})
-	if err := try(w); !errors.Is(err, syscall.ECONNRESET) {
+	r.Set(Impairment{Refuse: true})
+	if err := try(r); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("a refused connection: %v", err)
 	}
 	send(t, far, near, "the old one lives")
@@ -157,8 +157,8 @@ func TestRefuse(t *testing.T) {
 
 // Delay and rate change when bytes come, not which bytes.
 func TestDelayAndRateKeepBytes(t *testing.T) {
-	w, near, far := pair(t)
-	w.Set(Trouble{Delay: 20 * time.Millisecond, Rate: 1 << 20})
+	r, near, far := pair(t)
+	r.Set(Impairment{Delay: 20 * time.Millisecond, Rate: 1 << 20})
 	want := bytes.Repeat([]byte("0123456789abcdef"), 16<<10)
 	start := time.Now()
 	done := make(chan error, 1)
@@ -188,19 +188,19 @@ func TestNobodyThere(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w, err := Open("127.0.0.1:0", fmt.Sprint("127.0.0.1:", ports[0]))
+	r, err := Open("127.0.0.1:0", fmt.Sprint("127.0.0.1:", ports[0]))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer w.Close()
-	if err := try(w); !errors.Is(err, syscall.ECONNRESET) {
+	defer r.Close()
+	if err := try(r); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("a connection to nobody: %v", err)
 	}
 }
 
 // try reads from a new connection; the reset may come before it is made.
-func try(w *Way) error {
-	c, err := net.Dial("tcp", w.Addr())
+func try(r *Relay) error {
+	c, err := net.Dial("tcp", r.Addr())
 	if err != nil {
 		return err
 	}

@@ -31,7 +31,7 @@ func (v *victim) holds(what string, foreignBytes int) {
 type framesOfHosts struct {
 	t         *testing.T
 	p, d      *victim
-	e, other  *evil
+	e, other  *hostilePrefill
 	calm, h   *honest
 	s, others *evilStream // the hosts' streams
 }
@@ -42,12 +42,12 @@ func newFramesOfHosts(t *testing.T) *framesOfHosts {
 	f.d = start(t, map[string]any{"role": "decode", "tcp_streams": 1, "load_timeout_s": 3})
 	f.p.say("fill 170")
 	f.calm = before(t, f.p, f.d)
-	f.e, f.other = newEvil(t), newEvil(t)
+	f.e, f.other = newHostilePrefill(t), newHostilePrefill(t)
 	return f
 }
 
 // begin has decode load four blocks from a host, which gets the grant and the newest stream.
-func (f *framesOfHosts) begin(e *evil, s **evilStream, id string, block int) *wire.Load {
+func (f *framesOfHosts) begin(e *hostilePrefill, s **evilStream, id string, block int) *wire.Load {
 	f.t.Helper()
 	f.d.say("load %s %d 4 %s", id, block, e.boot)
 	l := e.load(f.t, id)
@@ -89,7 +89,7 @@ func TestFramesOfAMetPrefill(t *testing.T) {
 		}, most / 2},
 		{"of an unknown kind", func(g []byte) [][]byte { return [][]byte{full(g), frame(77, g, most/2, most/2, foreignBytes[:most/2])} }, most / 2},
 		{"an acknowledgement", func(g []byte) [][]byte { return [][]byte{frame(frameAck, g, 0, most, nil)} }, 0},
-		{"a farewell", func(g []byte) [][]byte { return [][]byte{full(g), frame(frameLeave, g, 0, 0, nil)} }, most / 2},
+		{"a leave frame", func(g []byte) [][]byte { return [][]byte{full(g), frame(frameLeave, g, 0, 0, nil)} }, most / 2},
 		{"of another magic", func([]byte) [][]byte { return [][]byte{foreignBytes} }, 0},
 	}
 	const rounds = 3

@@ -69,27 +69,27 @@ func (f *fleet) steady(ctx context.Context, window time.Duration, ds []int) pace
 	return pace{figuresOf(times), float64(blocks*f.memory.Regions*f.memory.BlockBytes) / time.Since(begin).Seconds()}
 }
 
-// deafFor is how long nobody reads: longer than the transport waits for
+// stalledFor is how long nobody reads: longer than the transport waits for
 // progress.
-const deafFor = 12 * time.Second
+const stalledFor = 12 * time.Second
 
-// runDeaf: peers that accept connections and never read, in both roles and at both ports.
+// runStalled: peers that accept connections and never read, in both roles and at both ports.
 // Transfers with them end in time; the others go on.
-func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
-	return with(ctx, opt, led, shape{name: "deaf", prefills: 1, decodes: 3, memory: bigBlocks()}, func(f *fleet) (string, error) {
+func runStalled(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
+	return with(ctx, opt, led, shape{name: "stalled", prefills: 1, decodes: 3, memory: bigBlocks()}, func(f *fleet) (string, error) {
 		opt.Progress("peers that never read")
 		good := []int{2}
 		before := f.steady(ctx, opt.window(), good)
 
 		// A prefill engine whose bootstrap port says nothing.
-		mute, err := newMute()
+		silent, err := newSilentListener()
 		if err != nil {
 			return "", err
 		}
-		defer mute.close()
-		lost := f.items("mute", 32, 0, 2)
+		defer silent.close()
+		lost := f.items("silent", 32, 0, 2)
 		for i := range lost {
-			lost[i].From = &core.Target{Bootstrap: "http://" + mute.addr(), EngineID: "mute"}
+			lost[i].From = &core.Target{Bootstrap: "http://" + silent.addr(), EngineID: "silent"}
 		}
 		start := now()
 		unreachable, err := f.loads(0, 2, lost)
@@ -115,13 +115,13 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 			}
 		}
 		// One data port says nothing to D 0, and a D 1 reads nothing.
-		w := f.ways[0][0].data
-		w.Set(faultnet.Trouble{Hold: [2]bool{true, true}})
+		w := f.relays[0][0].data
+		w.Set(faultnet.Impairment{Hold: [2]bool{true, true}})
 		w.Cut(true)
-		f.ways[0][1].data.Set(faultnet.Trouble{Hold: [2]bool{faultnet.Down: true}})
+		f.relays[0][1].data.Set(faultnet.Impairment{Hold: [2]bool{faultnet.Down: true}})
 		var stuck []*entry
 		for d := range 2 {
-			items := f.items(fmt.Sprintf("deaf%d", d), 8, 0, d)
+			items := f.items(fmt.Sprintf("stalled%d", d), 8, 0, d)
 			for i := range items {
 				items[i].Blocks = 16
 			}
@@ -135,32 +135,32 @@ func runDeaf(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 			}
 			stuck = append(append(stuck, offers...), loads...)
 		}
-		during := f.steady(ctx, deafFor, good)
-		for _, w := range f.ways[0] {
-			f.calm(w.data)
+		during := f.steady(ctx, stalledFor, good)
+		for _, w := range f.relays[0] {
+			f.restore(w.data)
 		}
 		await(ctx, append(stuck, unreachable...), opt.drain)
-		led.require("deaf", unreachable, "load unreachable")
+		led.require("stalled", unreachable, "load unreachable")
 		led.slower("peers that never read", f.again(ctx, opt, good, before), during)
-		return fmt.Sprintf("mute bootstrap port: %s; mute data port and deaf D: %s; others' transfers: %s before, %s during",
+		return fmt.Sprintf("silent bootstrap port: %s; silent data port and stalled D: %s; others' transfers: %s before, %s during",
 			led.tell(unreachable, start), led.tell(stuck, start), before, during), nil
 	})
 }
 
-// mute accepts connections and never reads.
-type mute struct {
+// silentListener accepts connections and never reads.
+type silentListener struct {
 	ln    net.Listener
 	mu    sync.Mutex
 	conns []net.Conn
 	wg    sync.WaitGroup
 }
 
-func newMute() (*mute, error) {
+func newSilentListener() (*silentListener, error) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
-	m := &mute{ln: ln}
+	m := &silentListener{ln: ln}
 	m.wg.Go(func() {
 		for {
 			c, err := ln.Accept()
@@ -175,9 +175,9 @@ func newMute() (*mute, error) {
 	return m, nil
 }
 
-func (m *mute) addr() string { return m.ln.Addr().String() }
+func (m *silentListener) addr() string { return m.ln.Addr().String() }
 
-func (m *mute) close() {
+func (m *silentListener) close() {
 	m.ln.Close()
 	m.wg.Wait()
 	for _, c := range m.conns {

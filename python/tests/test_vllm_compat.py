@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import kvconn
-from kvconn.vllm.others import _VARIABLES, _WORDS, understood
+from kvconn.vllm.compat import _VARIABLES, _WORDS, understood
 
 OWN = "KVConnConnector"
 VARIABLES = (

@@ -46,7 +46,7 @@ func (f fields) checkXargs(c Contract) error {
 		if m.name != xargsName {
 			continue
 		}
-		if name := spelled(m.value, c.reserved()); name != "" {
+		if name := findEncoded(m.value, c.reserved()); name != "" {
 			return fmt.Errorf("%s in %s %w", name, xargsName, errReserved)
 		}
 	}
@@ -82,10 +82,10 @@ func (g *gathered) readBegin(body io.Reader) (isJSON bool, err error) {
 	}
 }
 
-// spelled is the first of these names that stands in a text, or "". It reads the name in any
+// findEncoded is the first of these names that stands in a text, or "". It reads the name in any
 // encoding and with any escapes of JSON, and does not ask whether it is a member's: the text
 // may be JSON for Python only.
-func spelled(text []byte, names []string) string {
+func findEncoded(text []byte, names []string) string {
 	longest := 0
 	for _, name := range names {
 		longest = max(longest, len(name))
@@ -97,12 +97,12 @@ func spelled(text []byte, names []string) string {
 		}
 		return names[i]
 	}
-	plain := make([]byte, 0, min(len(text), spelledPiece))
+	plain := make([]byte, 0, min(len(text), encodedPiece))
 	for _, c := range text {
 		if c == 0 { // of UTF-16 or UTF-32
 			continue
 		}
-		if len(plain) == spelledPiece { // what stands in the next piece may begin in this one
+		if len(plain) == encodedPiece { // what stands in the next piece may begin in this one
 			if name := found(plain); name != "" {
 				return name
 			}
@@ -118,8 +118,8 @@ func spelled(text []byte, names []string) string {
 	return found(plain)
 }
 
-// spelledPiece is how much of a text spelled holds a second time.
-const spelledPiece = 64 << 10
+// encodedPiece is how much of a text findEncoded holds a second time.
+const encodedPiece = 64 << 10
 
 // passed is a body that goes on as it is. begin is what has come of it, rest comes later and is nil if begin is all.
 type passed struct {
@@ -190,7 +190,7 @@ func (b *passed) readBytes(p *Proxy, body io.Reader, length int64, held *heldBod
 	if err != nil {
 		return err
 	}
-	if name := spelled(text, p.cfg.Contract.reserved()); name != "" {
+	if name := findEncoded(text, p.cfg.Contract.reserved()); name != "" {
 		return fmt.Errorf("%s %w", name, errReserved)
 	}
 	b.begin.send(pieces{last: text}, held)

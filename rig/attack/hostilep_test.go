@@ -16,30 +16,30 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// evil is a host that a client has named, and that does all that a prefill engine's host does: it
+// hostilePrefill is a host that a client has named, and that does all that a prefill engine's host does: it
 // answers a decode agent's look-up and hello, in its own name and with a ticket of its own. So the
 // agent meets it, and takes it for a prefill engine.
-type evil struct {
+type hostilePrefill struct {
 	*attacker
 	id, boot string
-	entry    []byte           // its own in the registry
-	loads    chan *wire.Load  // that it was asked for
-	streams  chan *evilStream // that decode has opened
-	met      chan *evilLink   // each time that an agent has said hello
+	entry    []byte            // its own in the registry
+	loads    chan *wire.Load   // that it was asked for
+	streams  chan *evilStream  // that decode has opened
+	met      chan *hostileLink // each time that an agent has said hello
 	// answer, if it is set, answers in a way of its own, or returns false.
-	answer func(l *evilLink, reply string, req *wire.Request) bool
+	answer func(l *hostileLink, reply string, req *wire.Request) bool
 	// registry, if it is set, answers a question to the registry in a way of its own, or returns false.
-	registry func(l *evilLink, subject, reply string) bool
+	registry func(l *hostileLink, subject, reply string) bool
 }
 
-func newEvil(t testing.TB) *evil {
+func newHostilePrefill(t testing.TB) *hostilePrefill {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = ln.Close() })
-	e := &evil{attacker: newAttacker(t), loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64), met: make(chan *evilLink, 64)}
+	e := &hostilePrefill{attacker: newAttacker(t), loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64), met: make(chan *hostileLink, 64)}
 	go e.listen(ln)
 	a := aHello().Hello
 	e.id = idOf(e.public)
@@ -65,7 +65,7 @@ func await[T any](t testing.TB, what string, c <-chan T) T {
 }
 
 // load waits until decode asks for a transfer.
-func (e *evil) load(t testing.TB, id string) *wire.Load {
+func (e *hostilePrefill) load(t testing.TB, id string) *wire.Load {
 	t.Helper()
 	for {
 		if l := await(t, "load of "+id, e.loads); l.TransferID == id {
@@ -74,8 +74,8 @@ func (e *evil) load(t testing.TB, id string) *wire.Load {
 	}
 }
 
-// evilLink is an agent's connection to it.
-type evilLink struct {
+// hostileLink is an agent's connection to it.
+type hostileLink struct {
 	*session
 	asks     string        // the subject at which the agent hears it; "": not yet
 	heard    chan struct{} // holds a value when the agent has answered
@@ -88,9 +88,9 @@ type evilLink struct {
 }
 
 // serve is the host's side of the NATS protocol.
-func (e *evil) serve(s *session) {
+func (e *hostilePrefill) serve(s *session) {
 	e.t.Cleanup(func() { _ = s.conn.Close() })
-	l := &evilLink{session: s, subs: map[string]string{}, wants: map[string]string{}, heard: make(chan struct{}, 1)}
+	l := &hostileLink{session: s, subs: map[string]string{}, wants: map[string]string{}, heard: make(chan struct{}, 1)}
 	l.write("ok\nINFO {\"server_id\":\"x\",\"version\":\"2.11.0\",\"proto\":1,\"headers\":true,\"max_payload\":8388608}\r\n")
 	for {
 		line, err := s.br.ReadString('\n')
@@ -123,7 +123,7 @@ func (e *evil) serve(s *session) {
 	}
 }
 
-func (l *evilLink) hear(subject, sid string) {
+func (l *hostileLink) hear(subject, sid string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.subs[subject] = sid
@@ -133,7 +133,7 @@ func (l *evilLink) hear(subject, sid string) {
 }
 
 // came is a message of the agent's.
-func (e *evil) came(l *evilLink, subject, reply string, data []byte) {
+func (e *hostilePrefill) came(l *hostileLink, subject, reply string, data []byte) {
 	switch {
 	case strings.HasPrefix(subject, "_INBOX."): // an answer
 		rep := new(wire.Reply)
@@ -164,7 +164,7 @@ func (e *evil) came(l *evilLink, subject, reply string, data []byte) {
 }
 
 // asPrefill answers as an honest prefill agent does that never sends.
-func (e *evil) asPrefill(l *evilLink, reply string, req *wire.Request) {
+func (e *hostilePrefill) asPrefill(l *hostileLink, reply string, req *wire.Request) {
 	data, err := answerOf(req).MarshalMsg(nil)
 	if err != nil {
 		e.t.Error(err)
@@ -201,7 +201,7 @@ func put[T any](c chan<- T, v T) {
 }
 
 // to is the head of a message to the agent, with a payload of so many bytes.
-func (l *evilLink) to(subject, reply, head string, size int) string {
+func (l *hostileLink) to(subject, reply, head string, size int) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	sid := l.subs[subject]
@@ -221,14 +221,14 @@ func (l *evilLink) to(subject, reply, head string, size int) string {
 }
 
 // send answers the agent.
-func (l *evilLink) send(subject, head string, data []byte) {
+func (l *hostileLink) send(subject, head string, data []byte) {
 	l.mu.Lock()
 	l.wants[subject[:strings.LastIndexByte(subject, '.')+1]] = subject
 	l.mu.Unlock()
 	l.write(l.to(subject, "", head, len(data)) + string(data) + "\r\n")
 }
 
-func (l *evilLink) write(text string) error {
+func (l *hostileLink) write(text string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	_, err := io.WriteString(l.conn, text)
@@ -237,13 +237,13 @@ func (l *evilLink) write(text string) error {
 
 // flood sends the agent messages again and again, each as soon as the one before is read. It ends
 // with the connection.
-func (l *evilLink) flood(messages ...string) {
+func (l *hostileLink) flood(messages ...string) {
 	for i := 0; l.write(messages[i%len(messages)]) == nil; i++ {
 	}
 }
 
 // ask is a request to the agent.
-func (l *evilLink) ask(t testing.TB, req *wire.Request) string {
+func (l *hostileLink) ask(t testing.TB, req *wire.Request) string {
 	t.Helper()
 	data, err := req.MarshalMsg(nil)
 	if err != nil {
@@ -258,7 +258,7 @@ type evilStream struct {
 	t testing.TB
 }
 
-func (e *evil) listen(ln net.Listener) {
+func (e *hostilePrefill) listen(ln net.Listener) {
 	for {
 		c, err := ln.Accept()
 		if err != nil {

@@ -1,6 +1,6 @@
-// Package arrows tells tests which files of a package use which. Files that use each
+// Package filedeps tells tests which files of a package use which. Files that use each
 // other in one direction can be read from the bottom up.
-package arrows
+package filedeps
 
 import (
 	"cmp"
@@ -87,7 +87,7 @@ func Read(dir string) (Uses, error) {
 }
 
 // Cycles returns the cycles that a walk over all files meets, each with its first file
-// repeated at the end; none if all arrows point one way.
+// repeated at the end; none if no file uses another in a cycle.
 func (u Uses) Cycles() (cycles [][]string) {
 	done, way := map[string]bool{}, []string(nil)
 	var walk func(file string)
@@ -111,8 +111,8 @@ func (u Uses) Cycles() (cycles [][]string) {
 	return cycles
 }
 
-// OneWay fails a test where files of the package in dir use each other in a circle. It returns the uses.
-func OneWay(t testing.TB, dir string) Uses {
+// NoCycles fails a test where files of the package in dir use each other in a circle. It returns the uses.
+func NoCycles(t testing.TB, dir string) Uses {
 	t.Helper()
 	uses, err := Read(dir)
 	if err != nil {

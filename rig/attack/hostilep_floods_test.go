@@ -60,12 +60,12 @@ func hugeAnswer(t testing.TB) string {
 func TestPrefillThatWasMet(t *testing.T) {
 	for _, a := range []struct {
 		name, role, before string
-		attack             func(t *testing.T, e *evil, l *evilLink)
+		attack             func(t *testing.T, e *hostilePrefill, l *hostileLink)
 	}{
-		{"renewals", "decode", "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", func(t *testing.T, _ *evil, l *evilLink) {
+		{"renewals", "decode", "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", func(t *testing.T, _ *hostilePrefill, l *hostileLink) {
 			go l.flood(l.ask(t, renewalOfOthers()))
 		}},
-		{"renewals and loads after its own hello", "both", "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", func(t *testing.T, _ *evil, l *evilLink) {
+		{"renewals and loads after its own hello", "both", "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", func(t *testing.T, _ *hostilePrefill, l *hostileLink) {
 			_ = l.write(l.ask(t, aHello()))
 			await(t, "answer to its hello", l.heard)
 			all := []string{l.ask(t, renewalOfOthers())}
@@ -75,11 +75,11 @@ func TestPrefillThatWasMet(t *testing.T) {
 			}
 			go l.flood(all...)
 		}},
-		{"messages of each kind", "decode", "not tried", func(t *testing.T, _ *evil, l *evilLink) {
+		{"messages of each kind", "decode", "not tried", func(t *testing.T, _ *hostilePrefill, l *hostileLink) {
 			signal := &wire.Request{Kind: wire.KindSignal, Signal: &wire.Signal{Transport: "tcp", Data: make([]byte, wire.MaxSignal)}}
 			go l.flood(l.ask(t, endOfOthers()), l.ask(t, signal), l.ask(t, longHello()))
 		}},
-		{"answers", "decode", "not tried", func(t *testing.T, _ *evil, l *evilLink) {
+		{"answers", "decode", "not tried", func(t *testing.T, _ *hostilePrefill, l *hostileLink) {
 			huge := hugeAnswer(t)
 			l.mu.Lock()
 			wants := slices.Collect(maps.Values(l.wants)) // of the look-up, and of the agents
@@ -99,10 +99,10 @@ func TestPrefillThatWasMet(t *testing.T) {
 			d := start(t, map[string]any{"role": a.role, "engine_id": "d0", "load_timeout_s": 3})
 			p.say("fill 170")
 			calm := before(t, p, d)
-			e := newEvil(t)
+			e := newHostilePrefill(t)
 			if a.name == "answers" {
 				huge := hugeAnswer(t)
-				e.answer = func(l *evilLink, reply string, req *wire.Request) bool {
+				e.answer = func(l *hostileLink, reply string, req *wire.Request) bool {
 					if req.Kind == wire.KindRenew {
 						l.send(reply, "", []byte(huge))
 					}
@@ -156,7 +156,7 @@ func TestEnormousEntries(t *testing.T) {
 	p := start(t, map[string]any{"role": "prefill"})
 	d := start(t, map[string]any{"role": "decode"})
 	calm := before(t, p, d)
-	e := newEvil(t)
+	e := newHostilePrefill(t)
 	a := longHello().Hello
 	a.ID, a.EngineID = e.id, "p0"
 	for i := range a.Shapes {

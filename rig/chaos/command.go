@@ -6,7 +6,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// Orders of the driver to an engine's process.
+// Commands of the driver to an engine's process.
 const (
 	opOpen     = "open"
 	opAnnounce = "announce"
@@ -14,18 +14,18 @@ const (
 	opClaim    = "claim"
 	opLoad     = "load"
 	opCancel   = "cancel"
-	opLook     = "look"
+	opInspect  = "inspect"
 	opSabotage = "sabotage"
 )
 
-// order is one line of an engine's standard input.
-type order struct {
+// command is one line of an engine's standard input.
+type command struct {
 	Op     string   `json:"op"`
 	Seq    uint64   `json:"seq,omitempty"` // comes back with the answer, where one is wanted
 	Open   *opening `json:"open,omitempty"`
 	Items  []item   `json:"items,omitempty"`
 	Reason string   `json:"reason,omitempty"` // of a cancel
-	Paint  bool     `json:"paint,omitempty"`  // look: check all blocks that nobody has
+	Paint  bool     `json:"paint,omitempty"`  // inspect: check all blocks that nobody has
 	What   string   `json:"what,omitempty"`   // sabotage
 }
 
@@ -49,7 +49,7 @@ type opening struct {
 	Log           bool    `json:"log,omitempty"`       // the agent's warnings go to standard error
 }
 
-// item is one transfer of an order.
+// item is one transfer of a command.
 type item struct {
 	ID     core.TransferID `json:"id"`
 	Tag    uint64          `json:"tag,omitempty"`   // names the pattern
@@ -60,38 +60,38 @@ type item struct {
 
 // Events of an engine's process.
 const (
-	evOpened = "opened" // or why not, in Error
-	evCall   = "call"   // an offer or a load was accepted, or why not
-	evReport = "report"
-	evLook   = "look"
-	evWrong  = "wrong" // a byte is not what it must be, or the books do not add up
-	evLag    = "lag"   // the process did not run from At to Until
-	evDone   = "done"  // a cancel, a sabotage, or an announcement or a claim that was refused
+	evOpened  = "opened" // or why not, in Error
+	evCall    = "call"   // an offer or a load was accepted, or why not
+	evReport  = "report"
+	evInspect = "inspect"
+	evWrong   = "wrong" // a byte is not what it must be, or the books do not add up
+	evLag     = "lag"   // the process did not run from At to Until
+	evDone    = "done"  // a cancel, a sabotage, or an announcement or a claim that was refused
 )
 
 // event is one line of an engine's standard output. Times are nanoseconds of
 // the system's monotonic clock, which all processes share.
 type event struct {
-	Op        string          `json:"op"`
-	Seq       uint64          `json:"seq,omitempty"`
-	ID        core.TransferID `json:"id,omitempty"`
-	Side      core.Side       `json:"side,omitempty"`
-	Code      core.Code       `json:"code,omitempty"`
-	Reason    string          `json:"reason,omitempty"`
-	Error     string          `json:"error,omitempty"`
-	Overload  bool            `json:"overload,omitempty"`  // the error is core.ErrOverload
-	Exhausted bool            `json:"exhausted,omitempty"` // the engine had no free blocks
-	Agent     core.AgentID    `json:"agent,omitempty"`     // opened: its own; report: the peer's, as far as it was known
-	Called    int64           `json:"called,omitempty"`    // report: when the call was made
-	Transport string          `json:"transport,omitempty"` // report: the one that moved the bytes
-	At        int64           `json:"at,omitempty"`
-	Until     int64           `json:"until,omitempty"`
-	Took      int64           `json:"took,omitempty"` // how long the call took
-	Look      *look           `json:"look,omitempty"`
+	Op         string          `json:"op"`
+	Seq        uint64          `json:"seq,omitempty"`
+	ID         core.TransferID `json:"id,omitempty"`
+	Side       core.Side       `json:"side,omitempty"`
+	Code       core.Code       `json:"code,omitempty"`
+	Reason     string          `json:"reason,omitempty"`
+	Error      string          `json:"error,omitempty"`
+	Overload   bool            `json:"overload,omitempty"`  // the error is core.ErrOverload
+	Exhausted  bool            `json:"exhausted,omitempty"` // the engine had no free blocks
+	Agent      core.AgentID    `json:"agent,omitempty"`     // opened: its own; report: the peer's, as far as it was known
+	Called     int64           `json:"called,omitempty"`    // report: when the call was made
+	Transport  string          `json:"transport,omitempty"` // report: the one that moved the bytes
+	At         int64           `json:"at,omitempty"`
+	Until      int64           `json:"until,omitempty"`
+	Took       int64           `json:"took,omitempty"` // how long the call took
+	Inspection *inspection     `json:"inspection,omitempty"`
 }
 
-// look is an engine's state, as its process tells it.
-type look struct {
+// inspection is an engine's state, as its process tells it.
+type inspection struct {
 	Loads       int               `json:"loads"`   // claims among them
 	Waiting     int               `json:"waiting"` // of them, those that P has and whose bytes are awaited
 	Claims      int               `json:"claims"`  // of them, those without blocks
@@ -106,7 +106,7 @@ type look struct {
 }
 
 // quiet says whether nothing is under way.
-func (l *look) quiet() bool {
+func (l *inspection) quiet() bool {
 	return l.Loads == 0 && l.Offers == 0 && l.Outstanding == 0 && l.Unread == 0 && len(l.Held) == 0
 }
 

@@ -14,11 +14,11 @@ from .metadata import LoadWork
 logger = logging.getLogger("kvconn.vllm")
 
 
-class Lines:
+class LoadLog:
     """Writes the lines in a thread of its own: in the step, a line would cost more than all the rest."""
 
     _LIMIT = 4096  # lines that may wait; further loads are in the statistics only
-    _NAP_S = 0.1  # between two looks at the queue: waking the thread is what costs the step most
+    _POLL_S = 0.1  # between two polls of the queue: waking the thread is what costs the step most
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Any, LoadWork, float, float] | None] = queue.SimpleQueue()
@@ -29,7 +29,7 @@ class Lines:
         if not logger.isEnabledFor(logging.INFO) or self._queue.qsize() > self._LIMIT:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvconn-lines", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="kvconn-load-log", daemon=True)
             self._thread.start()
         self._queue.put((completion, work, since, time.monotonic()))
 
@@ -37,7 +37,7 @@ class Lines:
         while (entry := self._queue.get()) is not None:
             logger.info("kvconn load %s", json.dumps(_load_line(*entry)))
             if self._queue.empty():
-                self._closing.wait(self._NAP_S)
+                self._closing.wait(self._POLL_S)
 
     def close(self) -> None:
         if self._thread is not None:

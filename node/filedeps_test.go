@@ -3,13 +3,13 @@ package node
 import (
 	"testing"
 
-	"github.com/kvconn/kvconn/rig/arrows"
+	"github.com/kvconn/kvconn/rig/filedeps"
 )
 
-// TestArrowsPointOneWay: files use each other without a cycle. agent.go puts the parts
+// TestFileDependencies: files use each other without a cycle. agent.go puts the parts
 // together, and only the engine's calls stand above it, of which Close has a file of its own.
-func TestArrowsPointOneWay(t *testing.T) {
-	uses := arrows.OneWay(t, ".")
+func TestFileDependencies(t *testing.T) {
+	uses := filedeps.NoCycles(t, ".")
 	for file, used := range uses {
 		if used["agent.go"] && file != "calls.go" && file != "close.go" {
 			t.Errorf("%s knows the agent", file)

@@ -1,4 +1,4 @@
-package arrows
+package filedeps
 
 import (
 	"os"
@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// TestReadFindsCycles: a method, a field and a type make arrows, also of what an iterator or a sorted list gives; a test's
+// TestReadFindsCycles: a method, a field and a type make dependencies, also of what an iterator or a sorted list gives; a test's
 // use and a use of another package make none.
 func TestReadFindsCycles(t *testing.T) {
 	dir := t.TempDir()

@@ -13,7 +13,7 @@ import (
 )
 
 // hostileEngine is an engine id that the attacker's prefill engine may have.
-func (s *scene) hostileEngine(name string) string {
+func (s *scenario) hostileEngine(name string) string {
 	if s.nkeys {
 		return s.hostileP.engine(name)
 	}
@@ -22,14 +22,14 @@ func (s *scene) hostileEngine(name string) string {
 
 // prefills is a prefill engine of the attacker's that has all that a prefill engine of the deployment has. It is registered, and
 // decode agents that load from it meet it. a is what it says of itself.
-func (s *scene) prefills(engine string, a *wire.Agent) *evil {
+func (s *scenario) prefills(engine string, a *wire.Agent) *hostilePrefill {
 	s.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		s.Fatal(err)
 	}
 	s.Cleanup(func() { _ = ln.Close() })
-	e := &evil{attacker: newAttacker(s.T), loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64)}
+	e := &hostilePrefill{attacker: newAttacker(s.T), loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64)}
 	go e.listen(ln)
 	o := s.options("prefill")
 	e.boot = "http://127.0.0.1:1" // nobody asks there: all meet at the cluster
@@ -54,7 +54,7 @@ func (s *scene) prefills(engine string, a *wire.Agent) *evil {
 }
 
 // port is a bootstrap port of the attacker's.
-func (s *scene) port(i *natsbus.Identity) (server *natsbus.Server, boot string) {
+func (s *scenario) port(i *natsbus.Identity) (server *natsbus.Server, boot string) {
 	s.Helper()
 	server, err := natsbus.StartServer(natsbus.ServerOptions{Identity: i, Token: s.token})
 	if err != nil {

@@ -48,7 +48,7 @@ func told(rep *wire.Reply) string {
 // aborted. Nothing that it is told has another agent's id, none of its words changes a transfer, and it learns of no transfer that it
 // has not named.
 func TestWhatAnswersTell(t *testing.T) {
-	everywhere(t, func(s *scene) {
+	inEachDeployment(t, func(s *scenario) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
 		p.say("fill 170")
 		if l := transfer(s, p, d, "secret-done"); l.Code != "ok" {
