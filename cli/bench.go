@@ -211,8 +211,8 @@ const (
 	withToken // and not encrypted
 )
 
-// orders sets what an order says of it.
-func (s secrecy) orders(o *synthetic.Order) {
+// applyTo sets what a command says of it.
+func (s secrecy) applyTo(o *synthetic.Command) {
 	o.Encrypt = s == encrypted
 	if s == withToken {
 		o.Token = "of-kvconn-bench-3f9a61c20d7e4b58"
@@ -264,8 +264,8 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		return r, err
 	}
 	defer local.Free()
-	open := synthetic.Order{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth, Shared: c.shared()}
-	kind.orders(&open)
+	open := synthetic.Command{Op: "open", Layers: benchLayers, Blocks: 2 * count, Block: block, Streams: c.streams, Transport: c.transport, QPs: c.qps, Depth: c.depth, Shared: c.shared()}
+	kind.applyTo(&open)
 	opened, err := peer.Ask(open)
 	if err != nil {
 		return r, err
@@ -285,7 +285,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 				iperf = append(iperf, v)
 			}
 		}
-		offer := synthetic.Order{Op: "offer", ID: fmt.Sprintf("bench-%d-%d", block, round), Parts: c.transfers, Transfer: round + 1, Count: count, Adjacent: c.adjacent()}
+		offer := synthetic.Command{Op: "offer", ID: fmt.Sprintf("bench-%d-%d", block, round), Parts: c.transfers, Transfer: round + 1, Count: count, Adjacent: c.adjacent()}
 		local.Clear()
 		if _, err := peer.Ask(offer); err != nil {
 			return r, err
@@ -342,7 +342,7 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 		r.How = pairs[0].How
 	}
 	if r.Transport == "rdma" {
-		a, err := peer.Ask(synthetic.Order{Op: "counters"})
+		a, err := peer.Ask(synthetic.Command{Op: "counters"})
 		if err != nil {
 			return r, err
 		}

@@ -33,7 +33,7 @@ func (b *besideLocal) measure(pool *synthetic.Pool, opened synthetic.Answer, src
 			break
 		}
 		if b.far[i] == nil {
-			if b.far[i], err = pool.Another(shared); err != nil {
+			if b.far[i], err = pool.NewLike(shared); err != nil {
 				return err
 			}
 		}

@@ -51,7 +51,7 @@ func (b *besideTCP) uses(peer *synthetic.Process, column, bytes int, counts bool
 // measure moves the blocks of a round once more.
 func (b *besideTCP) measure(c *benchConfig, peer *synthetic.Process, pool *synthetic.Pool, round, count int, dst []kv.BlockID) error {
 	return b.uses(peer, ofLoop, c.total, round > 0, func() error {
-		took, err := pool.ReceiveBare(peer, synthetic.Order{Transfer: round + 1, Count: count, Adjacent: c.adjacent(), Streams: c.streams}, dst)
+		took, err := pool.ReceiveBare(peer, synthetic.Command{Transfer: round + 1, Count: count, Adjacent: c.adjacent(), Streams: c.streams}, dst)
 		if err == nil && round > 0 {
 			b.rates = append(b.rates, float64(c.total)/took.Seconds()/1e9)
 		}

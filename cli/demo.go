@@ -43,7 +43,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer peer.Stop()
-	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock, Transport: transport})
+	opened, err := peer.Ask(synthetic.Command{Op: "open", Layers: demoLayers, Blocks: demoBlocks, Block: demoBlock, Transport: transport})
 	if err != nil {
 		return err
 	}
@@ -52,7 +52,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer local.Free()
-	agent, err := synthetic.OpenDecode(local, synthetic.Order{Transport: transport}, newLogger(zap.WarnLevel))
+	agent, err := synthetic.OpenDecode(local, synthetic.Command{Transport: transport}, newLogger(zap.WarnLevel))
 	if err != nil {
 		return err
 	}
@@ -78,7 +78,7 @@ func runDemo(ctx context.Context, args []string, out io.Writer) error {
 		dst := local.Scatter(s.count-s.skip, int64(100+i))
 		local.Clear()
 		offer := func() error {
-			_, err := peer.Ask(synthetic.Order{Op: "offer", ID: string(id), Transfer: i + 1, Count: s.count})
+			_, err := peer.Ask(synthetic.Command{Op: "offer", ID: string(id), Transfer: i + 1, Count: s.count})
 			return err
 		}
 		load := func() error {

@@ -57,7 +57,7 @@ func tryLocal(ctx context.Context, shared bool) (err error) {
 	}
 	defer peer.Stop()
 	const id, size = "doctor", 4 << 10
-	opened, err := peer.Ask(synthetic.Order{Op: "open", Layers: 1, Blocks: 1, Block: size, Transport: "local", Shared: shared})
+	opened, err := peer.Ask(synthetic.Command{Op: "open", Layers: 1, Blocks: 1, Block: size, Transport: "local", Shared: shared})
 	if err != nil {
 		return err
 	}
@@ -66,12 +66,12 @@ func tryLocal(ctx context.Context, shared bool) (err error) {
 		return err
 	}
 	defer pool.Free()
-	agent, err := synthetic.OpenDecode(pool, synthetic.Order{Transport: "local"}, zap.NewNop())
+	agent, err := synthetic.OpenDecode(pool, synthetic.Command{Transport: "local"}, zap.NewNop())
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, agent.Close()) }()
-	if _, err := peer.Ask(synthetic.Order{Op: "offer", ID: id, Transfer: 1, Count: 1}); err != nil {
+	if _, err := peer.Ask(synthetic.Command{Op: "offer", ID: id, Transfer: 1, Count: 1}); err != nil {
 		return err
 	}
 	dst := pool.Choose(1, 1, false)

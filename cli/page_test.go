@@ -27,5 +27,5 @@ func TestCommandsPage(t *testing.T) {
 			fmt.Fprintf(&page, "| `--%s` | %s | %s |\n", f.Name, value, f.Usage)
 		})
 	}
-	docstest.Hold(t, "../docs/configuration.md", "commands", page.String())
+	docstest.Check(t, "../docs/configuration.md", "commands", page.String())
 }

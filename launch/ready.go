@@ -89,7 +89,7 @@ func status(servers []*server, since time.Duration) string {
 		if s.ready > 0 {
 			parts = append(parts, s.name+": ready")
 		} else {
-			parts = append(parts, s.name+": "+s.lastWords())
+			parts = append(parts, s.name+": "+s.lastLogLine())
 		}
 	}
 	return strings.Join(parts, " | ")

@@ -103,8 +103,8 @@ func (p *process) logTail(lines int) string {
 	return "  " + strings.Join(all[max(len(all)-lines, 0):], "\n  ")
 }
 
-// lastWords is the last line of the log, for the status line.
-func (p *process) lastWords() string {
+// lastLogLine is the last line of the log, for the status line.
+func (p *process) lastLogLine() string {
 	lines := strings.Split(p.logTail(5), "\n")
 	last := strings.TrimSpace(lines[len(lines)-1])
 	if _, text, ok := strings.Cut(last, "] "); ok {

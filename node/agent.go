@@ -15,8 +15,8 @@ import (
 	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/giveback"
 	"github.com/kvconn/kvconn/internal/hostmem"
+	"github.com/kvconn/kvconn/internal/memrelease"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/natsbus"
@@ -50,17 +50,17 @@ type Agent struct {
 	wg     sync.WaitGroup
 	closed chan struct{} // closed when Close is done
 
-	halves  *halves
-	endings *endings
-	steps   *steps
-	plane   *controlPlane
-	bus     core.Bus
-	peers   *peerTable
-	ask     *asker
-	signals *signalling
-	server  *server
-	caches  atomic.Pointer[caches]
-	counts  atomic.Pointer[natsbus.Bus] // the bus, for stats
+	machine     *lockedMachine
+	completions *completions
+	steps       *steps
+	plane       *controlPlane
+	bus         core.Bus
+	peers       *peerTable
+	client      *rpcClient
+	signals     *signalling
+	server      *server
+	caches      atomic.Pointer[caches]
+	counts      atomic.Pointer[natsbus.Bus] // the bus, for stats
 }
 
 // Open starts an agent. It waits for the bootstrap port or the cluster, at most
@@ -78,15 +78,15 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 		return nil, err
 	}
 	a := newAgent(cfg, opt, sec.identity)
-	plane, err := openControlPlane(a.identity, &a.cfg, sec, a.log, a.endings.metrics)
+	plane, err := openControlPlane(a.identity, &a.cfg, sec, a.log, a.completions.metrics)
 	if err != nil {
 		a.cancel()
 		return nil, err
 	}
 	a.usePlane(plane)
-	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
-	a.goRun("memory of the engine", func() { runMemory(a.ctx, a.halves, a.performOfMemory) })
-	a.goRun("memory", func() { giveback.Run(a.ctx) })
+	a.goRun("agent", func() { run(a.ctx, a.machine, a.perform) })
+	a.goRun("memory of the engine", func() { runMemory(a.ctx, a.machine, a.performOfMemory) })
+	a.goRun("memory", func() { memrelease.Run(a.ctx) })
 	a.log.Info("agent open", zap.String("agent", string(a.id)), zap.String("engine_id", cfg.EngineID),
 		zap.String("role", cfg.Role), zap.String("bootstrap", a.BootstrapAddress()))
 	return a, nil
@@ -105,27 +105,27 @@ func newAgent(cfg Config, opt Options, identity *natsbus.Identity) *Agent {
 		a.openNear = newLocal
 	}
 	a.ctx, a.cancel = context.WithCancel(context.Background())
-	a.halves = &halves{clock: opt.Clock, reports: opt.Reports, memory: newTodo(), control: newTodo()}
-	if a.halves.clock == nil {
-		a.halves.clock = systemClock{}
+	a.machine = &lockedMachine{clock: opt.Clock, reports: opt.Reports, memory: newActionQueue(), control: newActionQueue()}
+	if a.machine.clock == nil {
+		a.machine.clock = systemClock{}
 	}
-	if a.halves.reports == nil {
-		a.halves.reports = newReportQueue(4 * cfg.MaxTransfers)
+	if a.machine.reports == nil {
+		a.machine.reports = newReportQueue(4 * cfg.MaxTransfers)
 	}
-	a.endings = &endings{cfg: &a.cfg, log: a.log, rank: a.peers.rankOf,
+	a.completions = &completions{cfg: &a.cfg, log: a.log, rank: a.peers.rankOf,
 		via: func(r core.Report) string { return a.caches.Load().transports.ended(r) }}
 	if cfg.servesPort() {
-		a.endings.metrics = newMetrics(&a.cfg, a.stats)
+		a.completions.metrics = newMetrics(&a.cfg, a.stats)
 	}
-	a.halves.ended = a.endings.ended
-	a.steps = &steps{log: a.log, ctx: a.ctx, offer: a.halves.OfferPartial,
-		start: func(f func()) bool { return a.halves.whileRegistered(func() { a.goRun("step", f) }) }} // Close waits for goroutines that began before it
-	a.ask = &asker{ctx: a.ctx, peers: a.peers, peerTimeout: time.Duration(cfg.PeerTimeout), retried: a.endings.retried}
-	a.signals = &signalling{id: a.id, engineID: cfg.EngineID, ask: a.ask, bound: time.Duration(cfg.ConnectTimeout),
-		gate: gate[core.AgentID]{most: maxSignals, mostEach: maxSignalsEach}}
-	opened := a.halves.clock.Now()
-	a.server = &server{id: a.id, cfg: &a.cfg, log: a.log, age: func() time.Duration { return a.halves.clock.Now().Sub(opened) },
-		caches: a.described, peers: a.peers, halves: a.halves, signals: a.signals, lifetime: a.ctx}
+	a.machine.ended = a.completions.ended
+	a.steps = &steps{log: a.log, ctx: a.ctx, offer: a.machine.OfferPartial,
+		start: func(f func()) bool { return a.machine.whileRegistered(func() { a.goRun("step", f) }) }} // Close waits for goroutines that began before it
+	a.client = &rpcClient{ctx: a.ctx, peers: a.peers, peerTimeout: time.Duration(cfg.PeerTimeout), retried: a.completions.retried}
+	a.signals = &signalling{id: a.id, engineID: cfg.EngineID, client: a.client, bound: time.Duration(cfg.ConnectTimeout),
+		limiter: limiter[core.AgentID]{limit: maxSignals, limitEach: maxSignalsEach}}
+	opened := a.machine.clock.Now()
+	a.server = &server{id: a.id, cfg: &a.cfg, log: a.log, age: func() time.Duration { return a.machine.clock.Now().Sub(opened) },
+		caches: a.described, peers: a.peers, machine: a.machine, signals: a.signals, lifetime: a.ctx}
 	return a
 }
 
@@ -146,7 +146,7 @@ func (a *Agent) performOfMemory(list []core.Action) {
 func (a *Agent) usePlane(p *controlPlane) {
 	a.plane, a.bus = p, p.bus
 	a.counts.Store(p.bus)
-	a.ask.bus, a.server.guests = p.bus, p.guests
+	a.client.bus, a.server.joined = p.bus, p.joined
 	a.bus.Serve(a.server.serve)
 }
 
@@ -183,26 +183,26 @@ func (a *Agent) RegisterKVCaches(regions []kv.Region) error {
 	if err := a.checkMemory(layout.Regions); err != nil {
 		return err
 	}
-	if err := a.halves.move(stateOpen, stateRegistering, nil); err != nil {
+	if err := a.machine.setState(stateOpen, stateRegistering, nil); err != nil {
 		return err
 	}
 	devs, err := devices.Open(layout.Regions, a.cfg.deviceOptions())
 	if err != nil {
-		_ = a.halves.move(stateRegistering, stateOpen, nil)
+		_ = a.machine.setState(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("register_kv_caches: %w", err)
 	}
 	if err := devs.NoKernel(); err != nil {
 		a.log.Warn("many small pieces of GPU memory are copied slowly: there is no copy kernel", zap.Error(err))
 	}
 	t := a.newTransports(devs)
-	if t.held, err = hold(layout); err != nil {
+	if t.held, err = holdOwnMemory(layout); err != nil {
 		t.drop()
-		_ = a.halves.move(stateRegistering, stateOpen, nil)
+		_ = a.machine.setState(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("%w: register_kv_caches: %w", core.ErrInvalid, err)
 	}
 	o := opener{id: a.id, cfg: &a.cfg, log: a.log, allow: a.plane.sec.allow, advertised: a.plane.advertised, signal: a.signals.of, rdma: a.openRDMA, near: a.openNear, devices: devs}
 	if err := o.openAll(t, layout); err != nil {
-		_ = a.halves.move(stateRegistering, stateOpen, nil)
+		_ = a.machine.setState(stateRegistering, stateOpen, nil)
 		return fmt.Errorf("register_kv_caches: %w", err)
 	}
 	if err := a.use(layout, t); err != nil {
@@ -211,15 +211,15 @@ func (a *Agent) RegisterKVCaches(regions []kv.Region) error {
 	}
 	if a.cfg.prefills() {
 		if err := a.publish(); err != nil {
-			_ = a.halves.move(stateRegistering, stateOpen, func() { // unless Close does it
-				a.halves.machine = nil
+			_ = a.machine.setState(stateRegistering, stateOpen, func() { // unless Close does it
+				a.machine.machine = nil
 				a.caches.Store(nil)
 			})
 			t.drop()
 			return fmt.Errorf("register_kv_caches: %w", err)
 		}
 	}
-	if err := a.halves.move(stateRegistering, stateRegistered, nil); err != nil {
+	if err := a.machine.setState(stateRegistering, stateRegistered, nil); err != nil {
 		return err // Close has taken it all back
 	}
 	a.log.Info("KV caches registered", zap.Int("regions", len(layout.Regions)), zap.Int("groups", len(layout.Groups)),
@@ -251,29 +251,29 @@ type caches struct {
 }
 
 func (a *Agent) newTransports(devs *devices.Devices) *transports {
-	t := newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.halves, a.peers.suspect)
-	t.devices, t.firstWait, t.taking = devs, a.firstWait, &a.halves.mu
+	t := newTransports(a.id, &a.cfg, a.log, a.plane.sec.allow, a.machine, a.peers.suspect)
+	t.devices, t.firstWait, t.taking = devs, a.firstWait, &a.machine.mu
 	return t
 }
 
 // use makes the machine for the memory of a layout, and the parts that work for it.
 func (a *Agent) use(layout *kv.Layout, t *transports) error {
 	c := &caches{self: describe(&a.cfg, a.id, layout, t.endpoints(), t.lacks), transports: t}
-	say := &speaker{log: a.log, ask: a.ask, peers: a.peers, halves: a.halves}
+	say := &messageSender{log: a.log, client: a.client, peers: a.peers, machine: a.machine}
 	c.queue = newPeerQueue(say, func(id core.TransferID) {
 		if err := t.Revoke(id); err != nil && !fault.On("node-report-unfenced") {
 			a.log.Error("a load gets no report", zap.String("transfer_id", string(id)), zap.Error(err))
 			return
 		}
-		a.halves.tell(core.Revoked{ID: id})
+		a.machine.tell(core.Revoked{ID: id})
 	}, a.goRun)
-	f := &finder{cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.halves.clock, bus: a.bus, peers: a.peers,
-		layout: layout, self: c.self, transports: t, halves: a.halves, start: a.goRun}
-	c.performer = &performer{log: a.log, finder: f, peers: a.peers, transports: t, queue: c.queue, halves: a.halves,
-		partial: func(bytes uint64) { a.endings.count(func(t *Totals) { t.BytesPartial += bytes }) }}
-	return a.halves.move(stateRegistering, stateRegistering, func() {
+	f := &finder{cfg: &a.cfg, log: a.log, ctx: a.ctx, clock: a.machine.clock, bus: a.bus, peers: a.peers,
+		layout: layout, self: c.self, transports: t, machine: a.machine, start: a.goRun}
+	c.performer = &performer{log: a.log, finder: f, peers: a.peers, transports: t, queue: c.queue, machine: a.machine,
+		partial: func(bytes uint64) { a.completions.count(func(t *Totals) { t.BytesPartial += bytes }) }}
+	return a.machine.setState(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
-		a.halves.machine = machine.New(layout, a.cfg.machineOptions())
+		a.machine.machine = machine.New(layout, a.cfg.machineOptions())
 	})
 }
 
@@ -305,10 +305,10 @@ func (a *Agent) publish() error {
 	if err := a.bus.Register(ctx, self); err != nil {
 		return fmt.Errorf("%w: the registry does not accept this agent: %w", core.ErrUnreachable, err)
 	}
-	if a.plane.board == nil {
+	if a.plane.listing == nil {
 		return nil
 	}
-	return a.plane.board.show(self)
+	return a.plane.listing.addSelf(self)
 }
 
 // Stats returns the agent's counters and gauges.
@@ -321,7 +321,7 @@ func (a *Agent) Stats() Stats {
 // stats is Stats also while the agent is being opened.
 func (a *Agent) stats() Stats {
 	s := Stats{Agent: string(a.id), EngineID: a.cfg.EngineID}
-	s.add(a.halves, a.endings, func() *transports { return a.caches.Load().transports })
+	s.add(a.machine, a.completions, func() *transports { return a.caches.Load().transports })
 	if b := a.counts.Load(); b != nil {
 		s.ClusterRefused = b.Refused()
 	}

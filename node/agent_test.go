@@ -169,7 +169,7 @@ func TestBurstFromManyDecoders(t *testing.T) {
 	}
 }
 
-func TestGivenClusterInsteadOfEmbeddedServer(t *testing.T) {
+func TestConfiguredClusterInsteadOfEmbeddedServer(t *testing.T) {
 	leaktest.Check(t)
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
 	pc.NATSURL = nettest.NewNATS(t).URL()

@@ -109,8 +109,8 @@ func TestOlderPrefill(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			leaktest.Check(t)
 			n := coretest.NewNetwork()
-			p := openTwinned(t, n, forced(RolePrefill, viaTCP), nil)
-			d := openTwinned(t, n, forced(RoleDecode, viaLocal+","+viaTCP), nil)
+			p := openFakeAgent(t, n, forced(RolePrefill, viaTCP), nil)
+			d := openFakeAgent(t, n, forced(RoleDecode, viaLocal+","+viaTCP), nil)
 			setBus(d.Agent, &older{d.bus, func(a *wire.Agent) { a.Host, a.Lacks = c.host, c.lacks }})
 			goesBy(t, p, d, "t", viaTCP)
 			s := d.Stats()
@@ -131,17 +131,17 @@ func TestLackOfLocal(t *testing.T) {
 	n, lack := coretest.NewNetwork(), errors.New("a region lies in device memory, which this transport does not reach")
 	cfg := forced(RoleDecode, viaLocal+","+viaTCP)
 	cfg.RDMADevices = []string{"mlx5_0"} // somebody wants rdma, not local
-	d := openTwinned(t, n, cfg, lack)
+	d := openFakeAgent(t, n, cfg, lack)
 	if s := d.Stats(); s.Transport != viaTCP || s.Transports[viaLocal].Available || s.Transports[viaLocal].Reason != lack.Error() {
 		t.Errorf("decode counts %+v", s)
 	}
 	if d.said("going on without local: a region lies in device memory") != 1 || d.logs.FilterLevelExact(1).Len() != 0 {
 		t.Errorf("decode said %v", d.logs.All())
 	}
-	if _, err := tryTwinned(t, n, forced(RoleDecode, viaLocal), lack); !errors.Is(err, ErrTransport) || !errors.Is(err, lack) {
+	if _, err := tryFakeAgent(t, n, forced(RoleDecode, viaLocal), lack); !errors.Is(err, ErrTransport) || !errors.Is(err, lack) {
 		t.Error(err)
 	}
-	if _, err := tryTwinned(t, n, forced(RoleDecode, viaLocal+","+viaRDMA), lack); !errors.Is(err, ErrTransport) || !strings.Contains(err.Error(), "no local: "+lack.Error()) {
+	if _, err := tryFakeAgent(t, n, forced(RoleDecode, viaLocal+","+viaRDMA), lack); !errors.Is(err, ErrTransport) || !strings.Contains(err.Error(), "no local: "+lack.Error()) {
 		t.Error(err)
 	}
 }
@@ -183,15 +183,15 @@ func TestOneWaitForAll(t *testing.T) {
 	}
 }
 
-// TestPendingWayStands: where one transport broke and another is being set up, the peer is not in doubt.
-func TestPendingWayStands(t *testing.T) {
+// TestPendingTransportStands: where one transport broke and another is being set up, the peer is not in doubt.
+func TestPendingTransportStands(t *testing.T) {
 	cfg := testConfig(RoleDecode)
 	tr := newTransports("d", &cfg, zap.NewNop(), nil, nil, nil)
 	var until []time.Time
 	tr.add(&fakeTransport{})
 	tr.add(&slow{name: viaRDMA, until: &until})
 	tr.pair("p").connected = map[string]bool{viaRDMA: true, viaTCP: true}
-	if tr.fell("p", viaTCP) {
+	if tr.connectionLost("p", viaTCP) {
 		t.Error("the peer is looked up while rdma is set up")
 	}
 }

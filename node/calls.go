@@ -34,15 +34,15 @@ func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	if a.cfg.ReportDemands {
 		reports = 1
 	}
-	return each(a.halves, ids, reports, func(now time.Time, id core.TransferID) error {
-		return a.halves.request(now, core.Announce{ID: id})
+	return each(a.machine, ids, reports, func(now time.Time, id core.TransferID) error {
+		return a.machine.request(now, core.Announce{ID: id})
 	})
 }
 
 // renew comes before each call that gives blocks.
 func (a *Agent) renew() error {
 	if c := a.caches.Load(); c != nil {
-		return c.transports.renew(a.halves)
+		return c.transports.renew(a.machine)
 	}
 	return nil
 }
@@ -57,7 +57,7 @@ func (a *Agent) Offer(offers []core.OfferRequest) (int, error) {
 	if err := a.renew(); err != nil {
 		return 0, err
 	}
-	return each(a.halves, offers, 1, func(now time.Time, o core.OfferRequest) error { return a.halves.request(now, o) })
+	return each(a.machine, offers, 1, func(now time.Time, o core.OfferRequest) error { return a.machine.request(now, o) })
 }
 
 // Claim tells prefill engines that this engine will load transfers as soon as
@@ -69,13 +69,13 @@ func (a *Agent) Claim(claims []core.ClaimRequest) (int, error) {
 	if err := a.may(a.cfg.decodes(), "claim"); err != nil {
 		return 0, err
 	}
-	return each(a.halves, claims, 0, func(now time.Time, c core.ClaimRequest) error {
+	return each(a.machine, claims, 0, func(now time.Time, c core.ClaimRequest) error {
 		if a.cfg.ReportClaims {
-			if err := a.halves.fits(1); err != nil {
+			if err := a.machine.fits(1); err != nil {
 				return err
 			}
 		}
-		return a.halves.request(now, c)
+		return a.machine.request(now, c)
 	})
 }
 
@@ -90,15 +90,15 @@ func (a *Agent) StartLoad(loads []core.LoadRequest) (int, error) {
 			return 0, err
 		}
 	}
-	return each(a.halves, loads, 1, func(now time.Time, l core.LoadRequest) error { return a.halves.request(now, l) })
+	return each(a.machine, loads, 1, func(now time.Time, l core.LoadRequest) error { return a.machine.request(now, l) })
 }
 
 // Cancel ends this agent's halves of transfers; each half still gets its report. An
 // unknown id is remembered, and the peer's half of it is refused.
 func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
 	a.steps.end(ids)
-	return each(a.halves, ids, 0, func(now time.Time, id core.TransferID) error {
-		return a.halves.request(now, core.Cancel{ID: id, Reason: reason})
+	return each(a.machine, ids, 0, func(now time.Time, id core.TransferID) error {
+		return a.machine.request(now, core.Cancel{ID: id, Reason: reason})
 	})
 }
 
@@ -115,7 +115,7 @@ func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
 	if err := a.renew(); err != nil {
 		return 0, err
 	}
-	return a.halves.OfferPartial(parts)
+	return a.machine.OfferPartial(parts)
 }
 
 // OfferPartialStep is OfferPartial for a step that computes more of these transfers, as
@@ -144,14 +144,14 @@ func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Wri
 // blocks are taken back nevertheless.
 func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 	a.steps.end(ids)
-	err := a.halves.call(func(now time.Time) error {
+	err := a.machine.call(func(now time.Time) error {
 		var errs []error
 		for _, id := range ids {
-			errs = append(errs, a.halves.request(now, core.Withdraw{ID: id}))
+			errs = append(errs, a.machine.request(now, core.Withdraw{ID: id}))
 		}
 		return errors.Join(errs...)
 	})
-	wait := a.halves.reading(ids)
+	wait := a.machine.waitForReads(ids)
 	if wait == nil {
 		return err
 	}
@@ -162,7 +162,7 @@ func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 		return err
 	case <-late.C:
 	}
-	if id, read := a.halves.giveUp(wait); read {
+	if id, read := a.machine.abandonRead(wait); read {
 		return fmt.Errorf("%w: the blocks of transfer %q are still read %v after they were taken back: they must not be used again", ErrStillRead, string(id), timeout)
 	}
 	return err
@@ -202,7 +202,7 @@ func (a *Agent) TakingMoments() (leave func()) {
 // GetFinished returns the reports since the last call and never waits. It needs
 // the Reports that Open makes.
 func (a *Agent) GetFinished() []core.Report {
-	if q, ok := a.halves.reports.(*reportQueue); ok {
+	if q, ok := a.machine.reports.(*reportQueue); ok {
 		return q.take()
 	}
 	return nil
@@ -210,7 +210,7 @@ func (a *Agent) GetFinished() []core.Report {
 
 // Finished has a value when GetFinished has something.
 func (a *Agent) Finished() <-chan struct{} {
-	if q, ok := a.halves.reports.(*reportQueue); ok {
+	if q, ok := a.machine.reports.(*reportQueue); ok {
 		return q.ready
 	}
 	return nil

@@ -74,9 +74,9 @@ func TestClaimOfAKilledPrefill(t *testing.T) {
 }
 
 func (s *side) sizes() core.Sizes {
-	s.halves.mu.Lock()
-	defer s.halves.mu.Unlock()
-	return s.halves.machine.Sizes()
+	s.machine.mu.Lock()
+	defer s.machine.mu.Unlock()
+	return s.machine.machine.Sizes()
 }
 
 // TestDecodeKilled: P's blocks come back at once, not with the lease.

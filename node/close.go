@@ -13,9 +13,9 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// goodbye is the part of close_timeout_s in which Close withdraws the agent if
+// deregisterTime is the part of close_timeout_s in which Close withdraws the agent if
 // transfers do not end in time.
-const goodbye = time.Second
+const deregisterTime = time.Second
 
 // Close ends every transfer (each gets its report, with code closed), waits
 // until no byte can land any more, and withdraws the agent. It is bounded by
@@ -25,14 +25,14 @@ const goodbye = time.Second
 // knows, and those transfers get no report: bytes may land in their blocks until the process ends.
 // A second call waits for the first one and returns ErrClosed.
 func (a *Agent) Close() error {
-	if !a.halves.close() {
+	if !a.machine.close() {
 		<-a.closed
 		return core.ErrClosed
 	}
 	defer close(a.closed)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(a.cfg.CloseTimeout))
 	defer cancel()
-	patience := max(time.Duration(a.cfg.CloseTimeout)-goodbye, time.Duration(a.cfg.CloseTimeout)/2)
+	patience := max(time.Duration(a.cfg.CloseTimeout)-deregisterTime, time.Duration(a.cfg.CloseTimeout)/2)
 	if c := a.caches.Load(); c != nil && c.transports.devices != nil {
 		patience -= a.cfg.deviceGoodbye()
 	}
@@ -40,35 +40,35 @@ func (a *Agent) Close() error {
 	defer stop()
 	drained := a.drain(draining)
 	var errs []error
-	at := shut{quiet: true, whole: true}
+	at := closeResult{quiet: true, whole: true}
 	if c := a.caches.Load(); c != nil {
 		end, _ := ctx.Deadline()
-		bounded, ended := context.WithDeadline(ctx, end.Add(-min(goodbye/2, time.Duration(a.cfg.CloseTimeout)/8)))
+		bounded, ended := context.WithDeadline(ctx, end.Add(-min(deregisterTime/2, time.Duration(a.cfg.CloseTimeout)/8)))
 		var err error
 		at, err = c.transports.Close(bounded)
 		ended()
 		errs = append(errs, err)
 		if !drained && at.quiet {
 			// No transport has said that a copy may land. The reports are still owed.
-			a.halves.tell(core.Abandon{})
+			a.machine.tell(core.Abandon{})
 		}
 		c.queue.wait(draining)
 	}
 	a.cancel()
 	end, _ := ctx.Deadline()
 	// A transport that was waited for may have used up the time. The agent must be withdrawn all the same.
-	last, done := context.WithTimeout(context.Background(), max(time.Until(end), goodbye/2))
+	last, done := context.WithTimeout(context.Background(), max(time.Until(end), deregisterTime/2))
 	defer done()
 	errs = append(errs, a.plane.close(last))
 	errs = append(errs, a.wait(last, end.Add(further), at))
-	_ = a.halves.move(stateClosing, stateClosed, nil)
+	_ = a.machine.setState(stateClosing, stateClosed, nil)
 	a.log.Info("agent closed", zap.String("agent", string(a.id)))
 	return errors.Join(errs...)
 }
 
 // wait waits until the agent's goroutines have ended. If a driver does not answer, one may wait for it, which ctx bounds. Else
 // nothing is left that could hold them up for long. They have until the end of all that a close waits for besides.
-func (a *Agent) wait(ctx context.Context, until time.Time, at shut) error {
+func (a *Agent) wait(ctx context.Context, until time.Time, at closeResult) error {
 	ended := make(chan struct{})
 	safe.Go("close", func() {
 		a.wg.Wait()
@@ -79,7 +79,7 @@ func (a *Agent) wait(ctx context.Context, until time.Time, at shut) error {
 		return nil
 	case <-ctx.Done():
 	}
-	bound := goodbye / 10 // the others may have used up the time
+	bound := deregisterTime / 10 // the others may have used up the time
 	if at.quiet && at.whole {
 		bound = max(bound, time.Until(until))
 	}
@@ -97,7 +97,7 @@ func (a *Agent) wait(ctx context.Context, until time.Time, at shut) error {
 func (a *Agent) drain(ctx context.Context) bool {
 	t := time.NewTicker(2 * time.Millisecond)
 	defer t.Stop()
-	for !a.halves.idle() {
+	for !a.machine.idle() {
 		select {
 		case <-ctx.Done():
 			return false

@@ -178,7 +178,7 @@ func outliveLeader(t *testing.T, at [3]int) {
 
 // Agents that have not met wait for the election, with a bound. Their only error is that
 // the registry is not reached.
-func TestAgentsMeetDuringAnElection(t *testing.T) {
+func TestAgentsConnectDuringAnElection(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATSTrio(t)
 	leader, others := registryLeader(t, c)
@@ -331,7 +331,7 @@ func TestRefusedConnectionToAClusterIsNoProof(t *testing.T) {
 
 	c.Kill()
 	until(t, "the connection is refused", func() bool {
-		_, err := d.ask.within(time.Second, p.ID(), &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
+		_, err := d.client.requestWithin(time.Second, p.ID(), &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
 		if gone(err) {
 			t.Fatalf("taken for the proof that P is gone: %v", err)
 		}

@@ -53,9 +53,9 @@ func (t *transports) admit(peer core.AgentID, h *wire.Agent) (tickets []wire.Tic
 	return tickets, nil
 }
 
-// ways are the transports that a prefill agent has too, with their addresses
+// common are the transports that a prefill agent has too, with their addresses
 // checked, and why it lacks the others.
-func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap string) (list []way, absent map[string]error, err error) {
+func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap string) (list []commonTransport, absent map[string]error, err error) {
 	absent = map[string]error{}
 	var refused error
 	for _, w := range t.list {
@@ -90,7 +90,7 @@ func (t *transports) ways(ctx context.Context, info *wire.Agent, bootstrap strin
 				return nil, nil, err
 			}
 		}
-		list = append(list, way{via: w, endpoint: endpoint, encrypted: seals})
+		list = append(list, commonTransport{via: w, endpoint: endpoint, encrypted: seals})
 	}
 	if len(list) == 0 && refused != nil {
 		return nil, nil, &refusedError{refused.Error()}
@@ -125,15 +125,15 @@ func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, 
 	return net.JoinHostPort(host, port), nil
 }
 
-// connect makes the ways usable with the tickets of a hello's answer. It
+// connect makes the common transports usable with the tickets of a hello's answer. It
 // returns at once.
-func (t *transports) connect(peer core.AgentID, engine string, ways []way, absent map[string]error, rep *wire.Reply) error {
+func (t *transports) connect(peer core.AgentID, engine string, common []commonTransport, absent map[string]error, rep *wire.Reply) error {
 	var errs []error
 	connected := map[string]bool{}
 	t.mu.Lock()
 	clear(t.pair(peer).down) // before the transports report breaks
 	t.mu.Unlock()
-	for _, w := range ways {
+	for _, w := range common {
 		name := w.via.Name()
 		ticket := ticketOf(rep, name)
 		err := error(nil)
@@ -205,5 +205,5 @@ func (t *transports) settle(ctx context.Context, peer core.AgentID) error {
 		}
 		passed = append(passed, passedOver{w.Name(), err})
 	}
-	return t.noWay(peer, passed)
+	return t.noTransport(peer, passed)
 }

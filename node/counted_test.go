@@ -29,7 +29,7 @@ func (s *stepping) tell(e core.Event) {
 		case core.Refuse:
 			s.t.Fatal(v.Err)
 		case core.Write:
-			s.all.Write(core.WriteOp{ID: v.ID, Peer: v.Peer, Grant: v.Grant}, s.all.look())
+			s.all.Write(core.WriteOp{ID: v.ID, Peer: v.Peer, Grant: v.Grant}, s.all.newMemoryCheck())
 		case core.Report:
 			v.Transport = s.all.ended(v)
 			s.reports = append(s.reports, v)
@@ -71,7 +71,7 @@ func TestPairCountsWhatDecodeHas(t *testing.T) {
 			s.all.pair(aPeer)
 			blocks := kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{{1}}}
 			s.tell(core.OfferRequest{ID: "x", Selection: blocks})
-			s.tell(core.LoadMessage{ID: "x", Peer: aPeer, Grant: mark(viaTCP, []byte("grant")), Selection: blocks})
+			s.tell(core.LoadMessage{ID: "x", Peer: aPeer, Grant: addTransportName(viaTCP, []byte("grant")), Selection: blocks})
 			if c.says {
 				s.tell(core.FinishMessage{From: aPeer, ID: "x"})
 			}
@@ -85,8 +85,8 @@ func TestPairCountsWhatDecodeHas(t *testing.T) {
 			if n := s.all.pairs[aPeer].transfers[viaTCP]; n != c.count {
 				t.Errorf("the pair has %d transfers, want %d", n, c.count)
 			}
-			if len(s.all.going) != 0 || len(s.all.torn) != 0 {
-				t.Errorf("%v go on, %v are torn", s.all.going, s.all.torn)
+			if len(s.all.active) != 0 || len(s.all.failedWrites) != 0 {
+				t.Errorf("%v go on, %v are torn", s.all.active, s.all.failedWrites)
 			}
 		})
 	}
@@ -97,12 +97,12 @@ func TestTornWritesAreBounded(t *testing.T) {
 	cfg, r := testConfig(RolePrefill), new(reached)
 	all := newTransports("self", &cfg, zap.NewNop(), nil, r, nil)
 	all.add(r)
-	for i := range maxTorn + 2 {
+	for i := range maxFailedWrites + 2 {
 		id := core.TransferID(fmt.Sprint(i))
-		all.Write(writeOf(id), all.look())
+		all.Write(writeOf(id), all.newMemoryCheck())
 		all.sink(viaTCP).Written(id, core.TransferStats{}, errors.New("broken"))
 	}
-	if len(all.going) != 0 || len(all.torn) != maxTorn {
-		t.Errorf("%d go on, %d are torn", len(all.going), len(all.torn))
+	if len(all.active) != 0 || len(all.failedWrites) != maxFailedWrites {
+		t.Errorf("%d go on, %d are torn", len(all.active), len(all.failedWrites))
 	}
 }

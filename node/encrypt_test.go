@@ -113,7 +113,7 @@ func TestEncryptionOfPairs(t *testing.T) {
 			}
 			transfer(t, p, d, "t", p.BootstrapAddress())
 			found := logs.FilterMessage("prefill agent found").All()
-			if len(found) != 1 || strings.Contains(fmt.Sprint(found[0].ContextMap()["ways"]), "(encrypted)") != c.encrypted {
+			if len(found) != 1 || strings.Contains(fmt.Sprint(found[0].ContextMap()["transports"]), "(encrypted)") != c.encrypted {
 				t.Errorf("decode said %+v, want encryption %t", found, c.encrypted)
 			}
 		})
@@ -142,20 +142,20 @@ func TestRequiredEncryption(t *testing.T) {
 	n := coretest.NewNetwork()
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
 	dc.Encryption = true
-	p, d := openTwinned(t, n, pc, nil), openTwinned(t, n, dc, nil)
+	p, d := openFakeAgent(t, n, pc, nil), openFakeAgent(t, n, dc, nil)
 	goesBy(t, p, d, "t", viaTCP)
 	if s := d.Stats().Transports[viaRDMA]; s.Available || !strings.Contains(s.Reason, "require_encryption") {
 		t.Errorf("decode has %+v", s)
 	}
 	secured := testConfig(RoleDecode)
 	secured.TCPEncrypt = encryptAlways
-	if warned := openTwinned(t, n, secured, nil); warned.said("KV data that goes over rdma is not encrypted") != 1 {
+	if warned := openFakeAgent(t, n, secured, nil); warned.said("KV data that goes over rdma is not encrypted") != 1 {
 		t.Errorf("decode said %v", warned.logs.All())
 	}
 }
 
 // TestEncryptionOnOneHost: local is for agents that must encrypt too, also where tcp would be refused
-// between them. Where local is not there, such a pair has no way.
+// between them. Where local is not there, such a pair has no transport.
 func TestEncryptionOnOneHost(t *testing.T) {
 	for _, c := range []struct {
 		p, d string // transports

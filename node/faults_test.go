@@ -15,7 +15,7 @@ var defects = []faulttest.Defect{
 	{"node-from-believed", "TestSeedsOfFuzzServe"},
 	{"node-hello-is-use", "TestHellosMakeRoom"},
 	{"node-joins-others", "TestSeedsOfFuzzJoin"},
-	{"node-guests-unbounded", "TestGuestsLeaveRoom"},
+	{"node-joined-unbounded", "TestJoinedRanksLeaveRoom"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},
 	{"node-no-ticket", "TestSeedsOfFuzzAnswers"},
 	{"node-writes-apart", "TestWritesThatWait"},
@@ -25,7 +25,7 @@ var defects = []faulttest.Defect{
 
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
-	ofOthers := []string{"renewed-in-use", "node-load-unlooked", "node-write-unlooked", "node-more-unlooked",
-		"node-look-kept", "node-look-few", "node-look-of-before", "node-own-fault", "node-report-unfenced", "node-quiet-unasked", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
+	ofOthers := []string{"renewed-in-use", "node-load-unchecked", "node-write-unchecked", "node-more-unchecked",
+		"node-check-kept", "node-check-few", "node-check-of-earlier-memory", "node-own-fault", "node-report-unfenced", "node-quiet-unasked", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
 	faulttest.Run(t, defects, func(name string) bool { return slices.Contains(ofOthers, name) })
 }

@@ -84,19 +84,19 @@ func (p *hostileP) Request(_ context.Context, via core.Via, to core.AgentID, req
 	return rep, nil
 }
 
-// landings are the transport of a decode agent.
-type landings struct {
+// receivingTransport is the transport of a decode agent.
+type receivingTransport struct {
 	core.Transport
 	p     *hostileP
 	armed map[core.TransferID]bool
 	count map[core.TransferID]int // of the times that it was armed
 }
 
-func (*landings) Name() string         { return viaTCP }
-func (*landings) Endpoint() string     { return "" }
-func (*landings) Dismiss(core.AgentID) {}
-func (*landings) Stop(core.TransferID) {}
-func (l *landings) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
+func (*receivingTransport) Name() string         { return viaTCP }
+func (*receivingTransport) Endpoint() string     { return "" }
+func (*receivingTransport) Dismiss(core.AgentID) {}
+func (*receivingTransport) Stop(core.TransferID) {}
+func (l *receivingTransport) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
 	l.p.mu.Lock()
 	defer l.p.mu.Unlock()
 	if peer != hostileID || endpoint != "127.0.0.1:1" || len(ticket) == 0 || len(ticket) > 64 || !l.p.ticket[string(ticket)] {
@@ -105,7 +105,7 @@ func (l *landings) Connect(peer core.AgentID, endpoint string, ticket []byte) er
 	return nil
 }
 
-func (l *landings) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
+func (l *receivingTransport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
 	l.p.mu.Lock()
 	defer l.p.mu.Unlock()
 	if l.armed[id] || peer != hostileID || len(l.p.ticket) == 0 {
@@ -118,12 +118,12 @@ func (l *landings) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segmen
 
 func grantOf(id core.TransferID, n int) []byte { return fmt.Appendf(nil, "%s-%d", id, n) }
 
-func (l *landings) Revoke(id core.TransferID) error {
+func (l *receivingTransport) Revoke(id core.TransferID) error {
 	l.disarm(id)
 	return nil
 }
 
-func (l *landings) disarm(id core.TransferID) bool {
+func (l *receivingTransport) disarm(id core.TransferID) bool {
 	l.p.mu.Lock()
 	defer l.p.mu.Unlock()
 	was := l.armed[id]
@@ -144,7 +144,7 @@ var contained = sync.OnceValue(func() *atomic.Int64 {
 // heldReports holds each report of a load to a transport that is armed no more.
 type heldReports struct {
 	*reportQueue
-	l *landings
+	l *receivingTransport
 }
 
 func (r heldReports) Push(v core.Report) {
@@ -169,7 +169,7 @@ type answered struct {
 func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 	panics := contained().Load()
 	p := &hostileP{t: t, answers: answers, arrives: arrives, asked: map[wire.Kind]int{}, read: map[wire.Kind]int{}, ticket: map[string]bool{}}
-	l := &landings{p: p, armed: map[core.TransferID]bool{}, count: map[core.TransferID]int{}}
+	l := &receivingTransport{p: p, armed: map[core.TransferID]bool{}, count: map[core.TransferID]int{}}
 	layout, err := kv.NewLayout(fuzzRegions)
 	if err != nil {
 		t.Fatal(err)
@@ -186,7 +186,7 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 		t.Fatal(err)
 	}
 	a.plane = &controlPlane{sec: &security{allow: allow}}
-	a.bus, a.ask.bus, a.ask.peerTimeout = p, p, 2*core.TickInterval // a request is made once
+	a.bus, a.client.bus, a.client.peerTimeout = p, p, 2*core.TickInterval // a request is made once
 	all := a.newTransports(nil)
 	all.add(l)
 	landed := map[core.TransferID]bool{}
@@ -198,22 +198,22 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 			all.sink(viaTCP).Received(id, core.TransferStats{Bytes: 1}, nil)
 		}
 	}
-	a.halves.state = stateRegistering
-	if err := errors.Join(a.use(layout, all), a.halves.move(stateRegistering, stateRegistered, nil)); err != nil {
+	a.machine.state = stateRegistering
+	if err := errors.Join(a.use(layout, all), a.machine.setState(stateRegistering, stateRegistered, nil)); err != nil {
 		t.Fatal(err)
 	}
 	perform := func() {
 		for range 1000 {
-			control, _ := a.halves.take(&a.halves.control)
-			memory, _ := a.halves.take(&a.halves.memory)
+			control, _ := a.machine.take(&a.machine.control)
+			memory, _ := a.machine.take(&a.machine.memory)
 			p.looks.Lock()
 			for _, act := range control {
 				a.perform(act)
 			}
 			a.performOfMemory(memory)
 			p.looks.Unlock()
-			a.halves.performed(&a.halves.control)
-			a.halves.performed(&a.halves.memory)
+			a.machine.performed(&a.machine.control)
+			a.machine.performed(&a.machine.memory)
 			a.wg.Wait()
 			if len(control)+len(memory) == 0 {
 				return
@@ -241,14 +241,14 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 			perform()
 		}
 		clock.Advance(core.TickInterval)
-		a.halves.Tick()
+		a.machine.Tick()
 	}
 	perform()
-	for _, r := range a.halves.reports.(heldReports).take() {
+	for _, r := range a.machine.reports.(heldReports).take() {
 		out.reports[r.ID] = append(out.reports[r.ID], r)
 	}
-	if !a.halves.idle() || len(l.armed) > 0 {
-		t.Errorf("after %v something is held: %+v, armed %v", steps*core.TickInterval, a.halves.machine.Sizes(), l.armed)
+	if !a.machine.idle() || len(l.armed) > 0 {
+		t.Errorf("after %v something is held: %+v, armed %v", steps*core.TickInterval, a.machine.machine.Sizes(), l.armed)
 	}
 	for _, id := range []core.TransferID{"load", "claim"} {
 		loads := 0
@@ -319,7 +319,7 @@ func answerSeeds() []answerSeed {
 		return &wire.Reply{Statuses: []uint8{uint8(s)}, Ends: []wire.End{{Code: code, Reason: reason}}}
 	}
 	restart := func(of []byte) *wire.Reply {
-		sum := sha256.Sum256(mark(viaTCP, of))
+		sum := sha256.Sum256(addTransportName(viaTCP, of))
 		return ended(core.StatusRestart, 0, fmt.Sprintf("%x", sum[:8]))
 	}
 	list := func(m ...*wire.Reply) []*wire.Reply { return m }

@@ -54,7 +54,7 @@ func joinSeeds(t testing.TB) []joinSeed {
 	}
 }
 
-// FuzzJoin gives a first rank three joins of strangers, each of whom its connection has
+// FuzzJoin gives a first rank three joins of unknown peers, each of whom its connection has
 // proved: the answer to GET /query then contradicts neither this agent nor itself, a refused
 // join has left nothing, and no agent registers another.
 func FuzzJoin(f *testing.F) {
@@ -89,11 +89,11 @@ func TestSeedsOfFuzzJoin(t *testing.T) {
 
 // joinMessages tells served of each join that can be read, and of its answer.
 func joinMessages(t *testing.T, senders string, messages [3][]byte, served func(*wire.Request, *wire.Reply)) {
-	a, _ := deafAgent(t)
+	a, _ := agentWithoutBus(t)
 	a.cfg.EngineID, a.cfg.DPSize, a.cfg.DPRank, a.cfg.TPSize, a.cfg.PPSize = "e", 4, 1, 2, 2
-	shows := &board{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}
-	g := newGuests(&a.cfg, a.log, shows, &fakeHost{fails: len(messages[0])%7 == 3})
-	a.server.guests = g
+	shows := &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}
+	g := newJoinedRanks(&a.cfg, a.log, shows, &fakeHost{fails: len(messages[0])%7 == 3})
+	a.server.joined = g
 	defer g.close()
 	for i, b := range messages {
 		req := new(wire.Request)
@@ -121,7 +121,7 @@ func joinMessages(t *testing.T, senders string, messages [3][]byte, served func(
 		engines[e.EngineID] = dp
 		for tp, pps := range e.WorkerAddr {
 			for pp := range pps {
-				if shown++; g.ranks[guestRank{dp, tp, pp}] == nil || dp == 1 && (tp > 1 || pp > 1 || tp+pp == 0) {
+				if shown++; g.ranks[rankPlace{dp, tp, pp}] == nil || dp == 1 && (tp > 1 || pp > 1 || tp+pp == 0) {
 					t.Errorf("dp %d tp %d pp %d is shown", dp, tp, pp)
 				}
 			}

@@ -52,9 +52,9 @@ func (f *fakeSignaller) Signalled(from core.AgentID, msg []byte) ([]byte, error)
 }
 func (f *fakeSignaller) Write(op core.WriteOp) { f.of.Write(op) }
 
-// deafAgent is a registered prefill agent without a bus and without goroutines:
+// agentWithoutBus is a registered prefill agent without a bus and without goroutines:
 // its machine's actions stay in its queue.
-func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
+func agentWithoutBus(t *testing.T) (*Agent, *fakeTransport) {
 	l, err := kv.NewLayout(fuzzRegions)
 	if err != nil {
 		t.Fatal(err)
@@ -68,8 +68,8 @@ func deafAgent(t *testing.T) (*Agent, *fakeTransport) {
 	all := a.newTransports(nil)
 	all.add(&fakeSignaller{of: tr, t: t})
 	all.add(tr)
-	a.halves.state = stateRegistering
-	if err := errors.Join(a.use(l, all), a.halves.move(stateRegistering, stateRegistered, nil)); err != nil {
+	a.machine.state = stateRegistering
+	if err := errors.Join(a.use(l, all), a.machine.setState(stateRegistering, stateRegistered, nil)); err != nil {
 		t.Fatal(err)
 	}
 	return a, tr
@@ -208,7 +208,7 @@ func senderOf(senders string, i int) string {
 // serveMessages tells served of each message that can be read, of its answer, and of how many
 // writes came of it.
 func serveMessages(t *testing.T, senders string, messages [3][]byte, served func(req *wire.Request, rep *wire.Reply, writes int)) {
-	a, tr := deafAgent(t)
+	a, tr := agentWithoutBus(t)
 	met := helloOf(nil)
 	met.From = "m"
 	if rep := a.server.serve("via", met); rep.Code != 0 {
@@ -285,15 +285,15 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) (
 		t.Errorf("a ticket for %+v", req)
 	}
 	if req.Kind == wire.KindLoad && !tr.admitted[from] && rep.Code == 0 {
-		t.Errorf("a load of a stranger is answered with %+v", rep)
+		t.Errorf("a load of an unknown peer is answered with %+v", rep)
 	}
 	if (a.peers.get(from) != nil) != tr.admitted[from] {
 		t.Errorf("%q is known %v, admitted %v", from, a.peers.get(from) != nil, tr.admitted[from])
 	}
-	if s := a.halves.machine.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
+	if s := a.machine.machine.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
 		t.Errorf("over the limits: %+v", s)
 	}
-	memory, _ := a.halves.take(&a.halves.memory)
+	memory, _ := a.machine.take(&a.machine.memory)
 	a.performOfMemory(memory)
 	for _, w := range tr.writes {
 		if !tr.admitted[w.Peer] || w.Peer == "" || w.ID != "t-1" {

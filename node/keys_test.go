@@ -66,5 +66,5 @@ func TestConfigurationPage(t *testing.T) {
 			fmt.Fprintf(&page, "| `%s` | %s | %s | %s |\n", k.Name, value, k.Unit, k.Meaning)
 		}
 	}
-	docstest.Hold(t, "../docs/configuration.md", "keys", page.String())
+	docstest.Check(t, "../docs/configuration.md", "keys", page.String())
 }

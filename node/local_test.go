@@ -82,8 +82,8 @@ func TestLocalProcesses(t *testing.T) {
 func TestElsewhere(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
-	d.twin.far = fmt.Errorf("boot ids differ: %w", core.ErrElsewhere)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
+	d.fake.far = fmt.Errorf("boot ids differ: %w", core.ErrElsewhere)
 	goesBy(t, p, d, "t", viaTCP)
 	if s := d.Stats(); len(s.Pairs) != 1 || len(s.Pairs[0].Fallbacks) != 0 || s.Pairs[0].Reason != "" || len(s.Transports[viaRDMA].Fallbacks) != 0 {
 		t.Errorf("decode counts %+v", s)
@@ -91,8 +91,8 @@ func TestElsewhere(t *testing.T) {
 	if d.said("pair goes over tcp: ") != 0 || d.said("pair goes over tcp") != 1 {
 		t.Errorf("decode said %v", d.logs.All())
 	}
-	e := openTwinned(t, n, forced(RoleDecode, viaRDMA), nil)
-	e.twin.far = d.twin.far
+	e := openFakeAgent(t, n, forced(RoleDecode, viaRDMA), nil)
+	e.fake.far = d.fake.far
 	p.offer("u", 1)
 	e.load("u", p.BootstrapAddress(), 1)
 	e.want("u", core.Unreachable, "boot ids differ")

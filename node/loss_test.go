@@ -92,9 +92,9 @@ func prefillKilled(t *testing.T, transport, by string, why []string) {
 	}
 }
 
-// TestBlipBesideNewLoads: while the control plane is away for a moment, a load
+// TestShortLossDuringNewLoads: while the control plane is away for a moment, a load
 // that waits for a living P must not end because another one begins.
-func TestBlipBesideNewLoads(t *testing.T) {
+func TestShortLossDuringNewLoads(t *testing.T) {
 	leaktest.Check(t)
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
 	dc.PeerTimeout, dc.ConnectTimeout = Seconds(6*time.Second), Seconds(bound)

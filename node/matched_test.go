@@ -36,8 +36,8 @@ func headed(n, heads int, apart bool, stride uint64) *wire.Agent {
 	return a
 }
 
-// meets has a table take a peer with such caches for loads from self.
-func meets(table *peerTable, self, other *wire.Agent, id string, d dismisser) error {
+// connectPeer has a table take a peer with such caches for loads from self.
+func connectPeer(table *peerTable, self, other *wire.Agent, id string, d dismisser) error {
 	m, err := table.fit(self, other, true)
 	if err != nil {
 		return err
@@ -54,7 +54,7 @@ func TestMatchesAreShared(t *testing.T) {
 	for i := range 1000 {
 		other := headed(80, 8, false, 0)
 		other.Shapes[3].NumBlocks = uint32(i + 1)
-		if err := meets(table, self, other, fmt.Sprint(i), d); err != nil {
+		if err := connectPeer(table, self, other, fmt.Sprint(i), d); err != nil {
 			t.Fatal(err)
 		}
 		if i == 0 {
@@ -65,7 +65,7 @@ func TestMatchesAreShared(t *testing.T) {
 		t.Errorf("1,000 peers take %d bytes, one %d", table.matches.bytes, one)
 	}
 	for id := range table.byID { // a hello of the same agent, with other caches than before
-		if err := meets(table, self, headed(80, 8, true, 0), string(id), d); err != nil {
+		if err := connectPeer(table, self, headed(80, 8, true, 0), string(id), d); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -89,7 +89,7 @@ func TestMatchesHaveABudget(t *testing.T) {
 	table, d := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
 	self := headed(160, 128, false, 0)
 	for i := range 3 {
-		if err := meets(table, self, headed(160, 128, false, 0), fmt.Sprint("honest", i), d); err != nil {
+		if err := connectPeer(table, self, headed(160, 128, false, 0), fmt.Sprint("honest", i), d); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -104,7 +104,7 @@ func TestMatchesHaveABudget(t *testing.T) {
 	shared, n := table.matches.bytes, 0
 	for ; ; n++ {
 		used(-time.Hour)
-		if err := meets(table, self, headed(160, 128, true, uint64(4*n)), fmt.Sprint(n), d); errors.Is(err, errManyMatches) {
+		if err := connectPeer(table, self, headed(160, 128, true, uint64(4*n)), fmt.Sprint(n), d); errors.Is(err, errManyMatches) {
 			break
 		} else if err != nil || n > 40 {
 			t.Fatal(n, err)
@@ -115,17 +115,17 @@ func TestMatchesHaveABudget(t *testing.T) {
 	if table.matches.bytes > maxMatched || table.matches.bytes+each <= maxMatched || each < 1<<20 || table.byID[core.AgentID(fmt.Sprint(n))] != nil {
 		t.Fatalf("%d peers take %d bytes, %d each; the limit is %d", n, table.matches.bytes, each, maxMatched)
 	}
-	if err := meets(table, self, headed(160, 128, false, 0), "honest3", d); err != nil {
+	if err := connectPeer(table, self, headed(160, 128, false, 0), "honest3", d); err != nil {
 		t.Errorf("an engine whose caches another one has too: %v", err)
 	}
-	if err := meets(table, self, headed(160, 128, true, uint64(4*n)), "0", d); !errors.Is(err, errManyMatches) || table.byID["0"] != nil {
+	if err := connectPeer(table, self, headed(160, 128, true, uint64(4*n)), "0", d); !errors.Is(err, errManyMatches) || table.byID["0"] != nil {
 		t.Errorf("one of them that says hello with other caches: %v; it is there: %t", err, table.byID["0"] != nil)
 	}
-	if err := meets(table, self, headed(160, 128, true, 0), "0", d); err != nil {
+	if err := connectPeer(table, self, headed(160, 128, true, 0), "0", d); err != nil {
 		t.Errorf("and with its own again: %v", err)
 	}
 	used(keptFor)
-	if err := meets(table, self, headed(160, 128, true, uint64(4*n)), "late", d); err != nil {
+	if err := connectPeer(table, self, headed(160, 128, true, uint64(4*n)), "late", d); err != nil {
 		t.Errorf("an engine that comes when the others are idle: %v", err)
 	}
 	gone := 0
@@ -149,19 +149,19 @@ func TestMatchesHaveABudget(t *testing.T) {
 func TestHelloWithOtherCaches(t *testing.T) {
 	table, d := newPeerTable(), &dismissals{}
 	self := headed(200, 128, false, 0)
-	if err := meets(table, self, headed(200, 128, true, 4000), "0", d); err != nil { // it takes the most, so it would be the first to go
+	if err := connectPeer(table, self, headed(200, 128, true, 4000), "0", d); err != nil { // it takes the most, so it would be the first to go
 		t.Fatal(err)
 	}
 	n := 1
 	for ; table.matches.bytes+(6<<20) < maxMatched; n++ { // and no more fits
-		if err := meets(table, self, headed(160, 128, true, uint64(4*n)), fmt.Sprint(n), d); err != nil {
+		if err := connectPeer(table, self, headed(160, 128, true, uint64(4*n)), fmt.Sprint(n), d); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for i := range n { // for each another one goes
 		id := fmt.Sprint(i)
 		d.gone = nil
-		err := meets(table, self, headed(200, 128, true, uint64(4*(n+i))), id, d)
+		err := connectPeer(table, self, headed(200, 128, true, uint64(4*(n+i))), id, d)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -248,7 +248,7 @@ func paired(layers, heads, from int) *wire.Agent {
 // of it is kept.
 func TestGreedyMatch(t *testing.T) {
 	table, d := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
-	err := meets(table, paired(1000, 128, 0), paired(1000, 128, 1), "x", d)
+	err := connectPeer(table, paired(1000, 128, 0), paired(1000, 128, 1), "x", d)
 	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("at most %d are kept for one peer", maxMatch)) || len(table.matches.by) != 0 || table.byID["x"] != nil {
 		t.Errorf("%v, with %d of them kept", err, len(table.matches.by))
 	}
@@ -278,11 +278,13 @@ func (b *busyP) Dismiss(core.AgentID) {}
 
 var errMet = errors.New("it was met")
 
-func (b *busyP) ways(context.Context, *wire.Agent, string) ([]way, map[string]error, error) {
+func (b *busyP) common(context.Context, *wire.Agent, string) ([]commonTransport, map[string]error, error) {
 	return nil, nil, errMet
 }
-func (b *busyP) connect(core.AgentID, string, []way, map[string]error, *wire.Reply) error { return nil }
-func (b *busyP) settle(context.Context, core.AgentID) error                               { return nil }
+func (b *busyP) connect(core.AgentID, string, []commonTransport, map[string]error, *wire.Reply) error {
+	return nil
+}
+func (b *busyP) settle(context.Context, core.AgentID) error { return nil }
 
 // TestManyRegionsWait: engines with many regions are looked at one after the other; who comes
 // meanwhile says hello again. Those with few, and with regions that are known, do not wait.

@@ -101,7 +101,7 @@ func TestMetricsOfACluster(t *testing.T) {
 // The page may be asked for before there is anything, and an agent may have none.
 func TestMetricsOfNothing(t *testing.T) {
 	leaktest.Check(t)
-	m := newAgent(testConfig(RolePrefill), Options{}, natsbus.NewIdentity()).endings.metrics
+	m := newAgent(testConfig(RolePrefill), Options{}, natsbus.NewIdentity()).completions.metrics
 	if _, err := m.registry.Gather(); err != nil {
 		t.Errorf("before memory is registered: %v", err)
 	}

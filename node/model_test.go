@@ -235,7 +235,7 @@ func idle(t testing.TB, all ...[]*rank) {
 				left.Ended = 0
 				r.caches.Load().transports.mu.Lock()
 				defer r.caches.Load().transports.mu.Unlock()
-				return left == core.Sizes{} && len(r.caches.Load().transports.going) == 0
+				return left == core.Sizes{} && len(r.caches.Load().transports.active) == 0
 			})
 		}
 	}

@@ -55,14 +55,14 @@ func joined(passed []passedOver) string {
 	return strings.Join(list, "; ")
 }
 
-// way is one transport of a prefill agent, and its address.
-type way struct {
+// commonTransport is one transport of a prefill agent, and its address.
+type commonTransport struct {
 	via       core.Transport
 	endpoint  string
 	encrypted bool
 }
 
-func (w way) String() string {
+func (w commonTransport) String() string {
 	if w.encrypted {
 		return w.via.Name() + " " + w.endpoint + " (encrypted)"
 	}
@@ -85,7 +85,7 @@ func count(by map[string]uint64, why string) {
 // counting is a transport with counters of its own.
 type counting interface{ Counters() map[string]uint64 }
 
-// explaining is a transport that has several ways to a peer.
+// explaining is a transport that has several mechanisms.
 type explaining interface {
 	How(peer core.AgentID) string
 }

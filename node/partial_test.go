@@ -198,9 +198,9 @@ func TestWithdrawUnknown(t *testing.T) {
 	p.withdraw("late")
 }
 
-// TestWithdrawBesideWrongOnes: an id that cannot be taken back does not leave another's
+// TestWithdrawAmongWrongOnes: an id that cannot be taken back does not leave another's
 // blocks to a D that asks for them later.
-func TestWithdrawBesideWrongOnes(t *testing.T) {
+func TestWithdrawAmongWrongOnes(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	p.fill(1, 1, 2)

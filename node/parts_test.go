@@ -75,14 +75,14 @@ func TestMessagesOfManyTransfers(t *testing.T) {
 		if c.named < 0 {
 			continue
 		}
-		a, _ := deafAgent(t)
+		a, _ := agentWithoutBus(t)
 		met := helloOf(nil)
 		met.From = "m"
 		if rep := a.server.serve("via", met); rep.Code != 0 {
 			t.Fatalf("a hello that fits is refused: %+v", rep)
 		}
-		taken := &partsTaken{clock: &countedClock{Clock: a.halves.clock}, holds: map[int]int{}, seen: map[core.TransferID]int{}}
-		a.halves.clock, a.halves.machine = taken.clock, machine.New(a.halves.machine.Layout(), core.Options{OnStep: taken.step})
+		taken := &partsTaken{clock: &countedClock{Clock: a.machine.clock}, holds: map[int]int{}, seen: map[core.TransferID]int{}}
+		a.machine.clock, a.machine.machine = taken.clock, machine.New(a.machine.machine.Layout(), core.Options{OnStep: taken.step})
 		req.From = c.from
 		rep := a.server.serve("via", req)
 		if req.Kind == wire.KindRenew && len(rep.Statuses) != 2048 {

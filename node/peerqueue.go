@@ -30,32 +30,32 @@ const (
 //     has one under way for each id, and does nothing else with the id until it is
 //     told Revoked. max_transfers bounds them.
 type peerQueue struct {
-	say      *speaker
+	sender   *messageSender
 	start    func(name string, f func())
-	loads    lines[core.AgentID, core.SendLoad]
-	finishes lines[core.AgentID, wire.Finish]
-	revokes  lines[struct{}, core.TransferID]
+	loads    workQueues[core.AgentID, core.SendLoad]
+	finishes workQueues[core.AgentID, wire.Finish]
+	revokes  workQueues[struct{}, core.TransferID]
 }
 
 // newPeerQueue's start runs a function on a goroutine; revoke fences a transfer and
 // may wait for a peer.
-func newPeerQueue(say *speaker, revoke func(core.TransferID), start func(name string, f func())) *peerQueue {
+func newPeerQueue(say *messageSender, revoke func(core.TransferID), start func(name string, f func())) *peerQueue {
 	return &peerQueue{
-		say: say, start: start,
-		loads: lines[core.AgentID, core.SendLoad]{name: "load", width: maxLoadsEach, batch: 1, start: start,
+		sender: say, start: start,
+		loads: workQueues[core.AgentID, core.SendLoad]{name: "load", width: maxLoadsEach, batch: 1, start: start,
 			work: func(_ core.AgentID, v []core.SendLoad) { say.load(v[0]) }},
-		finishes: lines[core.AgentID, wire.Finish]{name: "finish", width: 1, batch: maxFinishes, most: maxFinishesEach, start: start,
+		finishes: workQueues[core.AgentID, wire.Finish]{name: "finish", width: 1, batch: maxFinishes, limit: maxFinishesEach, start: start,
 			work: say.finish},
-		revokes: lines[struct{}, core.TransferID]{name: "revoke", width: maxRevokes, batch: 1, start: start,
+		revokes: workQueues[struct{}, core.TransferID]{name: "revoke", width: maxRevokes, batch: 1, start: start,
 			work: func(_ struct{}, id []core.TransferID) { revoke(id[0]) }},
 	}
 }
 
 func (q *peerQueue) load(v core.SendLoad) { q.loads.add(v.Peer, v) }
 
-func (q *peerQueue) renew(v core.SendRenew) { q.start("renew", func() { q.say.renew(v) }) }
+func (q *peerQueue) renew(v core.SendRenew) { q.start("renew", func() { q.sender.renew(v) }) }
 
-func (q *peerQueue) probe(v core.SendProbe) { q.start("probe", func() { q.say.probe(v) }) }
+func (q *peerQueue) probe(v core.SendProbe) { q.start("probe", func() { q.sender.probe(v) }) }
 
 // finish drops the oldest end if too many wait: the peer learns that end by its lease.
 func (q *peerQueue) finish(peer core.AgentID, end wire.Finish) { q.finishes.add(peer, end) }

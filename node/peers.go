@@ -23,19 +23,19 @@ const maxPeers = 4096
 
 // peer is this agent's record of another.
 type peer struct {
-	id     core.AgentID
-	via    core.Via
-	rank   string        // the peer's engine and rank; "" on P
-	joined bool          // the peer uses the server of another process
-	in     *matched      // the peer's caches with this agent's, for loads from it; nil: it was not looked up
-	out    *matched      // this agent's caches with the peer's, for its loads; nil: it has not said hello
-	opened time.Time     // the peer was not open before; zero: unknown
-	gone   bool          // the peer was found gone; guarded by the table
-	heard  time.Time     // when the peer answered a load last
-	mute   time.Time     // until then loads are not tried, since the peer has not answered others
-	used   time.Time     // when it was used last; guarded by the table
-	works  atomic.Bool   // it has or had a transfer with this agent; until then it makes room for others at once
-	place  *list.Element // in the table's order
+	id                core.AgentID
+	via               core.Via
+	rank              string        // the peer's engine and rank; "" on P
+	joined            bool          // the peer uses the server of another process
+	in                *matched      // the peer's caches with this agent's, for loads from it; nil: it was not looked up
+	out               *matched      // this agent's caches with the peer's, for its loads; nil: it has not said hello
+	opened            time.Time     // the peer was not open before; zero: unknown
+	gone              bool          // the peer was found gone; guarded by the table
+	answeredAt        time.Time     // when the peer answered a load last
+	unresponsiveUntil time.Time     // until then loads are not tried, since the peer has not answered others
+	used              time.Time     // when it was used last; guarded by the table
+	works             atomic.Bool   // it has or had a transfer with this agent; until then it makes room for others at once
+	place             *list.Element // in the table's order
 }
 
 // lookup names an engine that is looked up, or a rank of it.
@@ -46,22 +46,22 @@ type lookup struct {
 
 // peerTable holds the peers by id, and the targets that were looked up.
 type peerTable struct {
-	mu      sync.Mutex
-	byID    map[core.AgentID]*peer
-	order   *list.List                        // of *peer, by their last use
-	known   map[lookup][]core.FoundPart       // the agents of a target that was looked up
-	looking map[lookup][]core.Resolve         // the loads and claims that wait for a look-up under way
-	held    map[core.Target][sha256.Size]byte // sumOf the regions that a rank had when this agent's were dealt out to its engine
-	matches matchStore
-	long    chan struct{} // holds a value while a peer with many regions is looked at
+	mu             sync.Mutex
+	byID           map[core.AgentID]*peer
+	order          *list.List                        // of *peer, by their last use
+	known          map[lookup][]core.FoundPart       // the agents of a target that was looked up
+	pendingLookups map[lookup][]core.Resolve         // the loads and claims that wait for a look-up under way
+	dealtRegions   map[core.Target][sha256.Size]byte // sumOf the regions that a rank had when this agent's were dealt out to its engine
+	matches        matchStore
+	long           chan struct{} // holds a value while a peer with many regions is looked at
 
 	// meeting is held while a peer is added and another is dismissed for it, so that
 	// the transports admit exactly the peers of the table.
-	meeting sync.Mutex
+	admitting sync.Mutex
 }
 
 func newPeerTable() *peerTable {
-	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, looking: map[lookup][]core.Resolve{}, held: map[core.Target][sha256.Size]byte{},
+	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, pendingLookups: map[lookup][]core.Resolve{}, dealtRegions: map[core.Target][sha256.Size]byte{},
 		matches: matchStore{by: map[cachesKey]*matched{}}, long: make(chan struct{}, 1)}
 }
 
@@ -223,8 +223,8 @@ func (t *peerTable) makeRoom(bytes int, but *peer) (gone []core.AgentID, err err
 // admit lets a peer that has said hello connect, and remembers it. The transports' admit
 // makes its tickets.
 func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ticket, error)) (tickets []wire.Ticket, err error) {
-	t.meeting.Lock()
-	defer t.meeting.Unlock()
+	t.admitting.Lock()
+	defer t.admitting.Unlock()
 	if tickets, err = admit(); err == nil {
 		if err = t.add(p, transports); err != nil {
 			transports.Dismiss(p.id) // nothing of this peer is kept
@@ -233,11 +233,11 @@ func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ti
 	return tickets, err
 }
 
-// connect remembers a peer that has answered a hello, and then makes the ways to
+// connect remembers a peer that has answered a hello, and then makes the transports to
 // it usable: a transport's signals are taken only from peers that are remembered.
 func (t *peerTable) connect(p *peer, transports dismisser, connect func() error) error {
-	t.meeting.Lock()
-	defer t.meeting.Unlock()
+	t.admitting.Lock()
+	defer t.admitting.Unlock()
 	p.works.Store(true) // this agent has looked for it
 	if err := t.add(p, transports); err != nil {
 		return err
@@ -259,10 +259,10 @@ func (t *peerTable) remove(p *peer) {
 	t.matches.release(p.out)
 }
 
-// lose marks a peer that was found gone, and makes the next load look the target
+// markGone marks a peer that was found gone, and makes the next load look the target
 // up again. It stays known: transfers that are under way with it, if it lives
 // after all, must still be renewed and ended.
-func (t *peerTable) lose(id core.AgentID) {
+func (t *peerTable) markGone(id core.AgentID) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if p := t.byID[id]; p != nil {
@@ -271,7 +271,7 @@ func (t *peerTable) lose(id core.AgentID) {
 	t.unmap(id)
 }
 
-func (t *peerTable) lost(id core.AgentID) bool {
+func (t *peerTable) isGone(id core.AgentID) bool {
 	lost := true
 	t.with(id, func(p *peer) { lost = p.gone })
 	return lost
@@ -279,22 +279,22 @@ func (t *peerTable) lost(id core.AgentID) bool {
 
 // answered notes that a peer lives.
 func (t *peerTable) answered(id core.AgentID) {
-	t.with(id, func(p *peer) { p.heard, p.mute = time.Now(), time.Time{} })
+	t.with(id, func(p *peer) { p.answeredAt, p.unresponsiveUntil = time.Now(), time.Time{} })
 }
 
-// silent notes that a peer gave no answer to a load that began then. Unless the peer has answered another one
+// noteUnanswered notes that a peer gave no answer to a load that began then. Unless the peer has answered another one
 // since, or within the pause, the loads that wait behind fail at once for the pause, not one after the other.
-func (t *peerTable) silent(id core.AgentID, began time.Time, pause time.Duration) {
+func (t *peerTable) noteUnanswered(id core.AgentID, began time.Time, pause time.Duration) {
 	t.with(id, func(p *peer) {
-		if p.heard.Before(began) || time.Since(p.heard) >= pause {
-			p.mute = time.Now().Add(pause)
+		if p.answeredAt.Before(began) || time.Since(p.answeredAt) >= pause {
+			p.unresponsiveUntil = time.Now().Add(pause)
 		}
 	})
 }
 
-func (t *peerTable) deaf(id core.AgentID, now time.Time) (deaf bool) {
-	t.with(id, func(p *peer) { deaf = now.Before(p.mute) })
-	return deaf
+func (t *peerTable) unresponsive(id core.AgentID, now time.Time) (unresponsive bool) {
+	t.with(id, func(p *peer) { unresponsive = now.Before(p.unresponsiveUntil) })
+	return unresponsive
 }
 
 // suspect makes the next load look the target up again: its agent may have been
@@ -320,8 +320,8 @@ func (t *peerTable) find(key lookup, r core.Resolve) (known []core.FoundPart, fi
 	if known = t.known[key]; known != nil && !r.Fresh {
 		return known, false
 	}
-	first = t.looking[key] == nil
-	t.looking[key] = append(t.looking[key], r)
+	first = t.pendingLookups[key] == nil
+	t.pendingLookups[key] = append(t.pendingLookups[key], r)
 	return nil, first
 }
 
@@ -333,8 +333,8 @@ func (t *peerTable) found(key lookup, parts []core.FoundPart) []core.Resolve {
 	if parts != nil {
 		t.remember(key, parts)
 	}
-	waiting := t.looking[key]
-	delete(t.looking, key)
+	waiting := t.pendingLookups[key]
+	delete(t.pendingLookups, key)
 	return waiting
 }
 
@@ -354,20 +354,20 @@ func (t *peerTable) remember(key lookup, found []core.FoundPart) {
 func (t *peerTable) dealt(found []core.FoundPart, sums [][sha256.Size]byte) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if len(t.held) >= 4*maxPeers {
-		clear(t.held)
+	if len(t.dealtRegions) >= 4*maxPeers {
+		clear(t.dealtRegions)
 	}
 	for i := range found {
-		t.held[found[i].From] = sums[i]
+		t.dealtRegions[found[i].From] = sums[i]
 		t.remember(lookup{found[i].From, true}, found[i:i+1])
 	}
 }
 
 // heldBy is the digest of the regions that a rank had when this agent's were dealt out; ok is
 // false if they were not.
-func (t *peerTable) heldBy(target core.Target) (sum [sha256.Size]byte, ok bool) {
+func (t *peerTable) dealtTo(target core.Target) (sum [sha256.Size]byte, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	sum, ok = t.held[target]
+	sum, ok = t.dealtRegions[target]
 	return sum, ok
 }

@@ -123,7 +123,7 @@ func TestSilentPeer(t *testing.T) {
 	now := time.Now()
 	for what, c := range map[string]struct {
 		heard, began time.Time
-		deaf         bool
+		unresponsive bool
 	}{
 		"never heard":           {time.Time{}, now.Add(-2 * pause), true},
 		"heard before it began": {now.Add(-pause / 2), now.Add(-pause / 4), true},
@@ -131,10 +131,10 @@ func TestSilentPeer(t *testing.T) {
 		"heard, but long ago":   {now.Add(-2 * pause), now.Add(-3 * pause), true},
 	} {
 		table := newPeerTable()
-		table.byID["p"] = &peer{id: "p", heard: c.heard}
-		table.silent("p", c.began, pause)
-		if deaf := table.deaf("p", time.Now()); deaf != c.deaf {
-			t.Errorf("%s: deaf %v, want %v", what, deaf, c.deaf)
+		table.byID["p"] = &peer{id: "p", answeredAt: c.heard}
+		table.noteUnanswered("p", c.began, pause)
+		if unresponsive := table.unresponsive("p", time.Now()); unresponsive != c.unresponsive {
+			t.Errorf("%s: unresponsive %v, want %v", what, unresponsive, c.unresponsive)
 		}
 	}
 }

@@ -5,11 +5,11 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// mostListed is the most pieces of a transfer that a core.Cutter is given as a list. It cuts
+// maxListedPieces is the most pieces of a transfer that a core.Cutter is given as a list. It cuts
 // larger plans itself, a window at a time. So what a peer makes of a transfer, by the blocks
 // that it names and the order of heads and tokens that it says it has, takes little memory on
 // either side: a list of all pieces could take half a gigabyte. Nothing is refused for it.
-const mostListed = 2048
+const maxListedPieces = 2048
 
 // plan gives a write its pieces, in the form that suits its transport and its size.
 func (t *transports) plan(op *core.WriteOp, v *core.Write) (err error) {
@@ -17,13 +17,13 @@ func (t *transports) plan(op *core.WriteOp, v *core.Write) (err error) {
 	if !whole {
 		op.Bytes = v.Match.Bytes(v.Dst)
 	}
-	name, _ := unmark(v.Grant)
+	name, _ := splitTransportName(v.Grant)
 	if _, cuts := t.named(name).(core.Cutter); cuts {
 		n, err := v.Match.Pieces(v.Dst, false) // of all of it: each part is given in one form
 		if err != nil {
 			return err
 		}
-		if n > mostListed {
+		if n > maxListedPieces {
 			op.Plan, err = v.Match.Plan(v.Src, v.Dst, v.Begin, v.End)
 			return err
 		}
@@ -36,22 +36,22 @@ func (t *transports) plan(op *core.WriteOp, v *core.Write) (err error) {
 	return err
 }
 
-// landing is where a load's bytes are to land.
-type landing struct {
+// receivePlan is where a load's bytes are to land.
+type receivePlan struct {
 	match    *kv.Match
 	to       kv.Selection
 	pieces   int
 	segments []kv.Segment // nil until a transport has wanted them
 }
 
-func newLanding(m *kv.Match, to kv.Selection) (*landing, error) {
+func newReceivePlan(m *kv.Match, to kv.Selection) (*receivePlan, error) {
 	n, err := m.Pieces(to, true)
-	return &landing{match: m, to: to, pieces: n}, err
+	return &receivePlan{match: m, to: to, pieces: n}, err
 }
 
 // expect arms a transport.
-func (l *landing) expect(w core.Transport, id core.TransferID, peer core.AgentID) (grant []byte, err error) {
-	if c, cuts := w.(core.Cutter); cuts && l.pieces > mostListed {
+func (l *receivePlan) expect(w core.Transport, id core.TransferID, peer core.AgentID) (grant []byte, err error) {
+	if c, cuts := w.(core.Cutter); cuts && l.pieces > maxListedPieces {
 		plan, err := l.match.Landing(l.to)
 		if err != nil {
 			return nil, err

@@ -19,7 +19,7 @@ func TestManyPieces(t *testing.T) {
 	ofHeads := openShaped(t, RoleDecode, tokens, 1, modelHeads, true)
 	src, dst := []kv.BlockID{1, 3, 2, 7, 0, 4, 6}, []kv.BlockID{5, 2, 6, 0} // the last half block is behind the prompt
 	for _, s := range []*shapedSide{d, ofHeads} {
-		if n := len(src) * tokens * int(s.end-s.first); n <= mostListed { // each item is a piece
+		if n := len(src) * tokens * int(s.end-s.first); n <= maxListedPieces { // each item is a piece
 			t.Fatalf("only %d pieces", n)
 		}
 	}

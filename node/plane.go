@@ -20,14 +20,14 @@ import (
 // controlPlane is the bus of an agent and, on a prefill engine's first rank, the
 // bootstrap port. HTTP and the embedded NATS server share the port's listener.
 type controlPlane struct {
-	cfg    *Config
-	sec    *security
-	bus    *natsbus.Bus
-	nats   *natsbus.Server   // nil where no port is served, and with nats_url
-	board  *board            // nil where no port is served
-	http   *httpserve.Server // the same
-	served chan struct{}
-	guests *guests // ranks that have joined; nil without nats
+	cfg     *Config
+	sec     *security
+	bus     *natsbus.Bus
+	nats    *natsbus.Server   // nil where no port is served, and with nats_url
+	listing *rankListing      // nil where no port is served
+	http    *httpserve.Server // the same
+	served  chan struct{}
+	joined  *joinedRanks // ranks that have joined; nil without nats
 }
 
 // openControlPlane's metrics are nil where no port is served.
@@ -49,10 +49,10 @@ func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log 
 		extra["/nats"] = p.nats.Handler()
 	}
 	if c.servesPort() {
-		p.board = &board{&bootstrap.Table{}, p.address}
+		p.listing = &rankListing{&bootstrap.Table{}, p.address}
 		extra["/metrics"] = metrics.handler()
 		access := &bootstrap.Access{Token: p.sec.token, Closed: len(c.NATSNKeys) > 0, Logger: log.Named("bootstrap")}
-		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.board.table, access, extra), p.sec.server, log.Named("bootstrap"))
+		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.listing.table, access, extra), p.sec.server, log.Named("bootstrap"))
 		if err := p.http.Listen(net.JoinHostPort(c.BootstrapHost, strconv.Itoa(c.BootstrapPort))); err != nil {
 			return nil, err
 		}
@@ -71,7 +71,7 @@ func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log 
 		return nil, err
 	}
 	if p.nats != nil {
-		p.guests = newGuests(c, log, p.board, p.bus)
+		p.joined = newJoinedRanks(c, log, p.listing, p.bus)
 	}
 	return p, nil
 }
@@ -132,12 +132,12 @@ func outboundHost() string {
 	return c.LocalAddr().(*net.UDPAddr).IP.String()
 }
 
-// close ends the parts that are open. The bus is first, since it says goodbye
+// close ends the parts that are open. The bus is first, since it deregisters
 // through the others.
 func (p *controlPlane) close(ctx context.Context) error {
 	var errs []error
-	if p.guests != nil {
-		p.guests.close()
+	if p.joined != nil {
+		p.joined.close()
 	}
 	if p.bus != nil {
 		errs = append(errs, p.bus.Close(ctx))

@@ -43,8 +43,8 @@ func runRole(role, address string) (string, error) {
 	switch role {
 	case "rank":
 		return runRank()
-	case "barred":
-		return runBarred(address)
+	case "restricted":
+		return runRestricted(address)
 	}
 	cfg := testConfig(role)
 	cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"

@@ -10,15 +10,15 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// TestLinesOfPeers: a decode agent that is refused again and again fills no log, and neither does
+// TestWorkQueuesOfPeers: a decode agent that is refused again and again fills no log, and neither does
 // a rank that comes and goes.
-func TestLinesOfPeers(t *testing.T) {
+func TestWorkQueuesOfPeers(t *testing.T) {
 	o, logs := observer.New(zap.InfoLevel)
 	log := zap.New(o)
-	a, _ := deafAgent(t)
+	a, _ := agentWithoutBus(t)
 	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, 2, 1
-	g := newGuests(&a.cfg, log, &board{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, &fakeHost{})
-	a.server.guests, a.server.log = g, log
+	g := newJoinedRanks(&a.cfg, log, &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, &fakeHost{})
+	a.server.joined, a.server.log = g, log
 	defer g.close()
 	rank := &wire.Agent{Version: wire.Version, ID: "r", EngineID: "e", TPRank: 1, TPSize: 2, PPSize: 1, Joined: true}
 	for range 300 {

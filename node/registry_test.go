@@ -28,7 +28,7 @@ func TestRegistryOfAnotherVersion(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(nc.Close)
-	heard, err := nc.SubscribeSync("kvconn.v1.agent.STRANGER.>")
+	heard, err := nc.SubscribeSync("kvconn.v1.agent.UNKNOWN.>")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -39,7 +39,7 @@ func TestRegistryOfAnotherVersion(t *testing.T) {
 	if _, err := js.CreateKeyValue(t.Context(), jetstream.KeyValueConfig{Bucket: "kvconn_ranks", Storage: jetstream.MemoryStorage, LimitMarkerTTL: 10 * time.Second}); err != nil {
 		t.Fatal(err)
 	}
-	a := &wire.Agent{Version: wire.Version + 1, ID: "STRANGER", EngineID: "p", TPSize: 1, PPSize: 1, Endpoints: []wire.Endpoint{{Transport: "tcp", Address: "127.0.0.1:1"}}}
+	a := &wire.Agent{Version: wire.Version + 1, ID: "UNKNOWN", EngineID: "p", TPSize: 1, PPSize: 1, Endpoints: []wire.Endpoint{{Transport: "tcp", Address: "127.0.0.1:1"}}}
 	for l := range layers { // but for its version it fits
 		a.Shapes = append(a.Shapes, wire.Shape{Name: fmt.Sprint("layer.", l), BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: numBlocks})
 	}

@@ -31,11 +31,11 @@ const endedAtOnce = 64
 // and must have ended before anything begins in the new memory. So the call is refused as long as
 // something is left. If there is nothing to renew, the transfers that the call begins tell what is
 // wrong with the memory. Questions to the driver may take milliseconds, so none is asked under the lock.
-func (t *transports) renew(h *halves) error {
+func (t *transports) renew(m *lockedMachine) error {
 	if t.devices == nil || !t.devices.Moved() && !t.changed.Load() && !t.unregistered() {
 		return nil
 	}
-	epoch, changed := t.checkedAt(t.devices.Check)
+	epoch, changed := t.checkMemoryAt(t.devices.Check)
 	if changed == nil { // another call has renewed it
 		t.changed.Store(false)
 		t.registerAgain()
@@ -44,18 +44,18 @@ func (t *transports) renew(h *halves) error {
 	if !isChange(changed) {
 		return nil
 	}
-	if err := t.endGiven(h, epoch, changed); err != nil {
+	if err := t.endGiven(m, epoch, changed); err != nil {
 		return err
 	}
 	renewal, err := t.devices.Look()
 	if err != nil {
-		t.lines.Do(func(note string) { t.log.Warn("the KV caches' memory is not there"+note, zap.Error(err)) })
+		t.logLimit.Do(func(note string) { t.log.Warn("the KV caches' memory is not there"+note, zap.Error(err)) })
 	}
-	return h.call(func(time.Time) error {
+	return m.call(func(time.Time) error {
 		if t.devices.Epoch() != epoch { // another thread's call has renewed it, and may have begun in the new memory
 			return nil
 		}
-		if err := inUse(h.machine, changed); err != nil {
+		if err := inUse(m.machine, changed); err != nil {
 			return err
 		}
 		if err != nil || !renewal.Take() {
@@ -77,16 +77,16 @@ func inUse(m *machine.Machine, changed error) error {
 }
 
 // endGiven ends what was begun in the memory of before.
-func (t *transports) endGiven(h *halves, epoch uint64, changed error) error {
+func (t *transports) endGiven(m *lockedMachine, epoch uint64, changed error) error {
 	var given []core.TransferID
-	err := h.call(func(time.Time) error {
+	err := m.call(func(time.Time) error {
 		if t.devices.Epoch() == epoch {
-			given = h.machine.Given()
+			given = m.machine.Given()
 		}
 		return nil
 	})
 	if given = unique(given); len(given) > 0 {
-		t.lines.Do(func(note string) {
+		t.logLimit.Do(func(note string) {
 			t.log.Warn("transfers end, since the engine has mapped memory anew under its KV caches"+note, zap.Int("transfers", len(given)), zap.Error(changed))
 		})
 	}
@@ -94,14 +94,14 @@ func (t *transports) endGiven(h *halves, epoch uint64, changed error) error {
 		if err != nil {
 			return err
 		}
-		err = h.call(func(now time.Time) error {
+		err = m.call(func(now time.Time) error {
 			for _, id := range some {
 				if t.devices.Epoch() == epoch { // else the id may be in use again, in the new memory
-					h.step(now, core.Remapped{ID: id, Reason: changed.Error()})
+					m.step(now, core.Remapped{ID: id, Reason: changed.Error()})
 				}
 			}
 			if some[len(some)-1] == given[len(given)-1] && t.devices.Epoch() == epoch {
-				return inUse(h.machine, changed)
+				return inUse(m.machine, changed)
 			}
 			return nil
 		})

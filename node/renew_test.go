@@ -12,9 +12,9 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestWayIsNotThere: decode has chosen rdma, and when prefill offers, prefill's cards do not have its memory. The transfer
+// TestTransportIsNotThere: decode has chosen rdma, and when prefill offers, prefill's cards do not have its memory. The transfer
 // goes by tcp, also if some of it was offered before. Where rdma is forced, it fails by name.
-func TestWayIsNotThere(t *testing.T) {
+func TestTransportIsNotThere(t *testing.T) {
 	for _, c := range []struct {
 		transport string
 		partial   bool
@@ -22,14 +22,14 @@ func TestWayIsNotThere(t *testing.T) {
 		t.Run(fmt.Sprint(c.transport, " ", c.partial), func(t *testing.T) {
 			leaktest.Check(t)
 			n := coretest.NewNetwork()
-			p, d := openTwinned(t, n, forced(RolePrefill, c.transport), nil), openTwinned(t, n, forced(RoleDecode, c.transport), nil)
+			p, d := openFakeAgent(t, n, forced(RolePrefill, c.transport), nil), openFakeAgent(t, n, forced(RoleDecode, c.transport), nil)
 			goesBy(t, p, d, "first", viaRDMA)
 			why := errors.New("region k is not registered with the cards")
 			refuse := func(peer core.AgentID) error {
 				n.Cut(p.ID(), peer, why) // decode's rdma has heard of it
 				return fmt.Errorf("%w: %w", core.ErrOtherWay, why)
 			}
-			p.twin.refuse.Store(&refuse)
+			p.fake.refuse.Store(&refuse)
 			p.fill(7, 5, 6)
 			d.load("t", p.BootstrapAddress(), 1, 2)
 			for end := time.Now().Add(bound); d.Stats().LoadsWaiting == 0; time.Sleep(time.Millisecond) {

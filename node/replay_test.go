@@ -18,9 +18,9 @@ func (s *side) recorded() *coretest.Record {
 	r := &coretest.Record{Limit: 1 << 14}
 	opt := s.cfg.machineOptions()
 	opt.OnStep = r.Add
-	s.halves.mu.Lock()
-	defer s.halves.mu.Unlock()
-	s.halves.machine = machine.New(s.halves.machine.Layout(), opt)
+	s.machine.mu.Lock()
+	defer s.machine.mu.Unlock()
+	s.machine.machine = machine.New(s.machine.machine.Layout(), opt)
 	return r
 }
 
@@ -29,7 +29,7 @@ func (s *side) recorded() *coretest.Record {
 func TestReplay(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
-	layout := p.halves.machine.Layout()
+	layout := p.machine.machine.Layout()
 	ofP, ofD := p.recorded(), d.recorded()
 	id := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t-", i)) }
 	const n = 60

@@ -22,7 +22,7 @@ func TestStormOfWaitingRevokes(t *testing.T) {
 	pc, dc := testConfig(RolePrefill), testConfig(RoleDecode)
 	pc.MaxTransfers, dc.MaxTransfers = 2*loads, 2*loads
 	dc.PeerTimeout = Seconds(20 * time.Second) // a machine with much else to do is no death
-	p, d := openTwinned(t, n, pc, nil), openTwinned(t, n, dc, nil)
+	p, d := openFakeAgent(t, n, pc, nil), openFakeAgent(t, n, dc, nil)
 	var entered atomic.Int32
 	word := make(chan struct{})
 	n.Revoking(func(core.TransferID) {
@@ -57,7 +57,7 @@ func TestStormOfWaitingRevokes(t *testing.T) {
 	if got := entered.Load(); got != loads {
 		t.Errorf("%d revokes of %d loads", got, loads)
 	}
-	if going := d.caches.Load().transports.going; going == nil || len(going) != 0 {
+	if going := d.caches.Load().transports.active; going == nil || len(going) != 0 {
 		t.Errorf("%d transfers are left", len(going))
 	}
 }

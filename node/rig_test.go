@@ -206,5 +206,5 @@ func freePort(t testing.TB) int {
 
 // setBus puts b in the place of an agent's bus.
 func setBus(a *Agent, b core.Bus) {
-	a.bus, a.ask.bus, a.caches.Load().performer.finder.bus = b, b, b
+	a.bus, a.client.bus, a.caches.Load().performer.finder.bus = b, b, b
 }

@@ -37,14 +37,14 @@ func checkRouteInfo(text []byte) (map[string]json.RawMessage, error) {
 	return info, nil
 }
 
-// board shows the ranks that are registered here, by GET /query and GET /route.
-type board struct {
+// rankListing shows the ranks that are registered here, by GET /query and GET /route.
+type rankListing struct {
 	table   *bootstrap.Table
 	address func() string // where the port is reached
 }
 
-// show adds this agent's own rank.
-func (b *board) show(self *wire.Agent) error {
+// addSelf adds this agent's own rank.
+func (b *rankListing) addSelf(self *wire.Agent) error {
 	r, err := b.routeOf(self)
 	if err != nil {
 		return err
@@ -57,12 +57,12 @@ func (b *board) show(self *wire.Agent) error {
 }
 
 // entryOf is an agent's line in GET /query.
-func (b *board) entryOf(a *wire.Agent) bootstrap.Registration {
+func (b *rankListing) entryOf(a *wire.Agent) bootstrap.Registration {
 	return bootstrap.Registration{EngineID: a.EngineID, DPRank: a.DPRank, TPRank: a.TPRank, PPRank: a.PPRank, Addr: b.address()}
 }
 
 // routeOf is an agent's line in GET /route.
-func (b *board) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
+func (b *rankListing) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
 	given, err := checkRouteInfo(a.RouteInfo)
 	if err != nil {
 		return bootstrap.Rank{}, fmt.Errorf("%s: route_info: %w", rankText(a), err)
@@ -82,12 +82,12 @@ func (b *board) routeOf(a *wire.Agent) (bootstrap.Rank, error) {
 	for key, v := range given {
 		r.Info[key] = v
 	}
-	r.Host, r.Port = b.reached(a)
+	r.Host, r.Port = b.dataAddress(a)
 	return r, nil
 }
 
-// reached is where an agent takes data connections, else where its port is.
-func (b *board) reached(a *wire.Agent) (host string, port int) {
+// dataAddress is where an agent takes data connections, else where its port is.
+func (b *rankListing) dataAddress(a *wire.Agent) (host string, port int) {
 	if at, err := url.Parse(b.address()); err == nil {
 		host = at.Hostname()
 		port, _ = strconv.Atoi(at.Port())

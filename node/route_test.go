@@ -110,8 +110,8 @@ func TestRouteToken(t *testing.T) {
 		method, path, body, token string
 		want                      int
 	}{
-		"a stranger's rank": {"PUT", "/route", row, "", 401}, "with another token": {"PUT", "/route", row, "guess", 401},
-		"a stranger's room": {"POST", "/register_dp_rank", `{"bootstrap_room":1,"dp_rank":0}`, "", 401}, "a question": {"POST", "/query_dp_ranks", `{"bootstrap_rooms":[1]}`, "", 200},
+		"an unknown peer's rank": {"PUT", "/route", row, "", 401}, "with another token": {"PUT", "/route", row, "guess", 401},
+		"an unknown peer's room": {"POST", "/register_dp_rank", `{"bootstrap_room":1,"dp_rank":0}`, "", 401}, "a question": {"POST", "/query_dp_ranks", `{"bootstrap_rooms":[1]}`, "", 200},
 	} {
 		if code, body := ask(t, c.method, address+c.path, c.body, c.token); code != c.want {
 			t.Errorf("%s: %d %s, want %d", what, code, body, c.want)

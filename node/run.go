@@ -15,7 +15,7 @@ import (
 
 // run performs those of the machine's actions that are not of core.OfMemory, in their order, and
 // keeps its time while it waits for something. None of them waits for a driver: renewals are among them.
-func run(ctx context.Context, h *halves, perform func(core.Action)) {
+func run(ctx context.Context, h *lockedMachine, perform func(core.Action)) {
 	var (
 		stopTicker func()
 		ticked     atomic.Bool
@@ -48,7 +48,7 @@ func run(ctx context.Context, h *halves, perform func(core.Action)) {
 
 // runMemory performs the actions of core.OfMemory in their order. Before a transport begins to use memory of a device, the driver
 // is asked if it is what was registered, and the driver may take its time, as while an engine allocates.
-func runMemory(ctx context.Context, h *halves, perform func([]core.Action)) {
+func runMemory(ctx context.Context, h *lockedMachine, perform func([]core.Action)) {
 	for {
 		select {
 		case <-ctx.Done():
@@ -69,7 +69,7 @@ type performer struct {
 	peers      *peerTable
 	transports *transports
 	queue      *peerQueue
-	halves     *halves
+	machine    *lockedMachine
 	partial    func(bytes uint64) // counts bytes that a transport gets while the engine still computes
 }
 
@@ -89,12 +89,12 @@ func (p *performer) perform(act core.Action) {
 		p.queue.finish(v.Peer, wire.Finish{TransferID: string(v.ID), Restart: v.Digest})
 	case core.Forget:
 		if v.Gone {
-			p.peers.lose(v.Peer)
+			p.peers.markGone(v.Peer)
 		} else {
 			p.peers.suspect(v.Peer)
 		}
 	case core.Yield:
-		p.halves.tell(core.Resume{})
+		p.machine.tell(core.Resume{})
 	case core.Await:
 		p.transports.devices.Await(v.Moment, func(err error) { p.awaited(v.Moment, err) })
 	default:
@@ -102,18 +102,18 @@ func (p *performer) perform(act core.Action) {
 	}
 }
 
-// lookedAtOnce is for how many actions at most one look at the memory is made.
-const lookedAtOnce = 64
+// maxPerCheck is for how many actions at most one check of the memory is made.
+const maxPerCheck = 64
 
 // performOfMemory does actions of core.OfMemory.
 func (p *performer) performOfMemory(list []core.Action) {
-	for some := range slices.Chunk(list, lookedAtOnce) {
-		l := p.transports.look()
+	for some := range slices.Chunk(list, maxPerCheck) {
+		l := p.transports.newMemoryCheck()
 		for _, act := range some {
 			switch v := act.(type) {
 			case core.Expect:
 				grant, err := p.expect(v, l)
-				p.halves.tell(core.Expecting{ID: v.ID, Grant: grant, Err: err})
+				p.machine.tell(core.Expecting{ID: v.ID, Grant: grant, Err: err})
 			case core.Revoke:
 				p.queue.revoke(v.ID)
 			case core.Write:
@@ -128,18 +128,18 @@ func (p *performer) performOfMemory(list []core.Action) {
 // awaited tells that a moment has passed, or why nobody will know.
 func (p *performer) awaited(at core.Moment, err error) {
 	if err != nil {
-		p.halves.tell(core.MomentFailed{Moment: at, Err: err})
+		p.machine.tell(core.MomentFailed{Moment: at, Err: err})
 		return
 	}
-	p.halves.tell(core.MomentPassed{Moment: at})
+	p.machine.tell(core.MomentPassed{Moment: at})
 }
 
-func (p *performer) expect(v core.Expect, l *look) (grant []byte, err error) {
+func (p *performer) expect(v core.Expect, l *memoryCheck) (grant []byte, err error) {
 	from := p.peers.get(v.Peer)
 	if from == nil || from.in == nil {
 		return nil, fmt.Errorf("prefill agent %s is not known any more", v.Peer)
 	}
-	to, err := newLanding(from.in.match, v.Selection)
+	to, err := newReceivePlan(from.in.match, v.Selection)
 	if err != nil {
 		return nil, fmt.Errorf("the load from prefill agent %s cannot be planned: %w", v.Peer, err)
 	}
@@ -147,14 +147,14 @@ func (p *performer) expect(v core.Expect, l *look) (grant []byte, err error) {
 }
 
 // write performs Write: a whole one, the first part of one, or more of it.
-func (p *performer) write(v core.Write, l *look) {
+func (p *performer) write(v core.Write, l *memoryCheck) {
 	fail := func(err error) {
 		if v.Extends { // the transport tells it, when it reads no more
 			p.log.Error("a transfer cannot go on", zap.String("transfer_id", string(v.ID)), zap.Error(err))
 			p.transports.Stop(v.ID)
 			return
 		}
-		p.halves.tell(core.Written{ID: v.ID, Err: err})
+		p.machine.tell(core.Written{ID: v.ID, Err: err})
 	}
 	if p.peers.get(v.Peer) == nil {
 		fail(fmt.Errorf("decode agent %s is not known any more", v.Peer))

@@ -51,7 +51,7 @@ func transfer(t testing.TB, p, d *side, id core.TransferID, from string) {
 // side, a key of its own on the other D.
 func TestSecuredPair(t *testing.T) {
 	leaktest.Check(t)
-	ca, stranger := nettest.NewAuthority(t), nettest.NewAuthority(t)
+	ca, unknownPeer := nettest.NewAuthority(t), nettest.NewAuthority(t)
 	key, err := nkeys.CreateUser()
 	if err != nil {
 		t.Fatal(err)
@@ -86,16 +86,16 @@ func TestSecuredPair(t *testing.T) {
 	}{
 		"wrong token":       {func(c *Config) { c.NATSToken, c.TLSCAFile = "another-of-16-chars", ca.File }, from, "nats_token"},
 		"no token":          {func(c *Config) { c.TLSCAFile = ca.File }, from, "nats_token"},
-		"unknown authority": {func(c *Config) { c.NATSToken, c.TLSCAFile = theToken, stranger.File }, from, "tls_ca_file"},
+		"unknown authority": {func(c *Config) { c.NATSToken, c.TLSCAFile = theToken, unknownPeer.File }, from, "tls_ca_file"},
 		"plain":             {func(c *Config) { c.NATSToken = theToken }, http, "https"},
 		"system's roots":    {func(c *Config) { c.NATSToken = theToken }, from, "tls_ca_file"},
 	} {
 		cfg := testConfig(RoleDecode)
 		c.set(&cfg)
-		stranger := open(t, cfg)
+		unknownPeer := open(t, cfg)
 		id := core.TransferID(what)
-		stranger.load(id, c.from, 1)
-		r := stranger.want(id, core.Unreachable, c.says, strings.TrimPrefix(from, "https://"))
+		unknownPeer.load(id, c.from, 1)
+		r := unknownPeer.want(id, core.Unreachable, c.says, strings.TrimPrefix(from, "https://"))
 		if strings.Contains(r.Reason, theToken) || strings.Contains(r.Reason, "another host") {
 			t.Errorf("%s: %s", what, r.Reason)
 		}

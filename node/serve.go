@@ -25,11 +25,11 @@ type server struct {
 	age      func() time.Duration                     // for how long the agent has been open
 	caches   func() (self *wire.Agent, t *transports) // nil while no KV caches are registered, and after a registration that failed
 	peers    *peerTable
-	halves   *halves
+	machine  *lockedMachine
 	signals  *signalling
-	guests   *guests                               // nil where no other rank can join
+	joined   *joinedRanks                          // nil where no other rank can join
 	lifetime context.Context                       // ends with the agent
-	lines    struct{ hellos, joins ratelog.Limit } // about those that are refused: each may ask as often as it likes
+	queues   struct{ hellos, joins ratelog.Limit } // about those that are refused: each may ask as often as it likes
 }
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
@@ -73,7 +73,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 		if s.peers.get(from) == nil {
 			return sayHello() // nothing of it is under way here
 		}
-		s.halves.finished(from, account, req.Finishes)
+		s.machine.finished(from, account, req.Finishes)
 		return &wire.Reply{}
 	case wire.KindJoin:
 		return s.join(from, req.Join)
@@ -106,7 +106,7 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 		return s.later(err)
 	}
 	if err != nil {
-		s.lines.hellos.Do(func(note string) {
+		s.queues.hellos.Do(func(note string) {
 			s.log.Warn("decode agent refused"+note, zap.String("peer", h.ID), zap.String("engine_id", h.EngineID), zap.Error(err))
 		})
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
@@ -123,7 +123,7 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 	return &wire.Reply{Tickets: tickets, AgeMS: 1 + s.age().Milliseconds()}
 }
 
-// later refuses what may be asked for again, within the asker's connect_timeout_s.
+// later refuses what may be asked for again, within the client's connect_timeout_s.
 func (s *server) later(why error) *wire.Reply {
 	return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: fmt.Sprintf("prefill engine %q: %v", s.cfg.EngineID, why)}
 }
@@ -140,12 +140,12 @@ func (s *server) load(from core.AgentID, account core.Account, l *wire.Load) *wi
 	if len(l.Regions) == 0 {
 		l.Regions = nil // all
 	}
-	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Account: account, Grant: mark(l.Transport, l.Grant), Selection: kv.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out.match}
+	msg := core.LoadMessage{ID: core.TransferID(l.TransferID), Peer: from, Account: account, Grant: addTransportName(l.Transport, l.Grant), Selection: kv.Selection{Tokens: l.Tokens, Regions: l.Regions}, Prompt: l.Prompt, Lease: time.Duration(l.LeaseMS) * time.Millisecond, Match: p.out.match}
 	for _, g := range l.Groups {
 		msg.First = append(msg.First, g.First)
 		msg.Blocks = append(msg.Blocks, g.IDs)
 	}
-	answer, ok := s.halves.tell(msg).(core.AnswerLoad)
+	answer, ok := s.machine.tell(msg).(core.AnswerLoad)
 	if !ok { // the registration has failed since
 		return sayHello()
 	}
@@ -161,7 +161,7 @@ func (s *server) load(from core.AgentID, account core.Account, l *wire.Load) *wi
 
 // renewed returns the answers to a renewal.
 func (s *server) renewed(r core.RenewMessage) []core.Answer {
-	answer, _ := s.halves.tell(r).(core.AnswerRenew)
+	answer, _ := s.machine.tell(r).(core.AnswerRenew)
 	return answer.Answers
 }
 
@@ -197,7 +197,7 @@ func addAnswers(rep *wire.Reply, answers []core.Answer) {
 // join registers another rank at this agent's server, for a while.
 func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
 	switch {
-	case s.guests == nil:
+	case s.joined == nil:
 		return refuse("agent %s of engine %q has no server that others could join", s.id, s.cfg.EngineID)
 	case j.Agent.ID != string(from) && !fault.On("node-joins-others"):
 		return refuse("agent %s asks to register agent %s: an agent registers only itself", from, j.Agent.ID)
@@ -205,12 +205,12 @@ func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
 	ctx, cancel := context.WithTimeout(s.lifetime, time.Duration(s.cfg.ConnectTimeout))
 	defer cancel()
 	if j.Leave {
-		s.guests.leave(ctx, j.Agent)
+		s.joined.leave(ctx, j.Agent)
 		return &wire.Reply{}
 	}
-	since, err := s.guests.join(ctx, j)
+	since, err := s.joined.join(ctx, j)
 	if err != nil {
-		s.lines.joins.Do(func(note string) {
+		s.queues.joins.Do(func(note string) {
 			s.log.Warn("rank not registered"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))
 		})
 		if s.cfg.EngineID == "" {

@@ -25,9 +25,9 @@ const busyPause = 20 * time.Millisecond
 type signalling struct {
 	id       core.AgentID
 	engineID string
-	ask      *asker
+	client   *rpcClient
 	bound    time.Duration // of a signal whose transport sets none: that of everything that meets
-	gate     gate[core.AgentID]
+	limiter  limiter[core.AgentID]
 }
 
 // serve hands a message of a peer that was met to the transport that the message names.
@@ -36,10 +36,10 @@ func (s *signalling) serve(t *transports, from core.AgentID, msg *wire.Signal) *
 	if !ok {
 		return refuse("a signal came for transport %q, but agent %s of engine %q has %s", msg.Transport, s.id, s.engineID, t.have(nil))
 	}
-	if !s.gate.enter(from) {
+	if !s.limiter.acquire(from) {
 		return &wire.Reply{Code: int(core.Failed), Again: wire.AgainLater, Reason: "other signals are being handled"}
 	}
-	defer s.gate.leave(from)
+	defer s.limiter.release(from)
 	answer, err := w.Signalled(from, msg.Data)
 	if err == nil && len(answer) > wire.MaxSignal {
 		err = fmt.Errorf("the answer has %d bytes, at most %d are carried", len(answer), wire.MaxSignal)
@@ -62,16 +62,16 @@ func (s *signalling) of(transport string) core.Signal {
 		}
 		ctx, cancel := context.WithTimeout(ctx, bound)
 		defer cancel()
-		defer context.AfterFunc(s.ask.ctx, cancel)()
+		defer context.AfterFunc(s.client.ctx, cancel)()
 		for {
-			rep, err := s.ask.ask(ctx, to, &wire.Request{Kind: wire.KindSignal, Signal: &wire.Signal{Transport: transport, Data: msg}})
+			rep, err := s.client.request(ctx, to, &wire.Request{Kind: wire.KindSignal, Signal: &wire.Signal{Transport: transport, Data: msg}})
 			switch {
 			case err != nil:
 				return nil, err
 			case rep.Code == 0:
 				return rep.Signal, nil
 			case rep.Again == wire.AgainAfterHello:
-				s.ask.peers.suspect(to) // the next load says it
+				s.client.peers.suspect(to) // the next load says it
 				fallthrough
 			case rep.Again != wire.AgainLater:
 				return nil, errors.New(rep.Reason)

@@ -18,18 +18,18 @@ import (
 func TestSignals(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
-	stranger := openTwinned(t, n, testConfig(RoleDecode), nil)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
+	unknownPeer := openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "t", viaRDMA)
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	target := core.Target{Bootstrap: p.BootstrapAddress()}
-	_, via, err := stranger.bus.Lookup(ctx, target)
+	_, via, err := unknownPeer.bus.Lookup(ctx, target)
 	if err != nil {
 		t.Fatal(err)
 	}
-	seen := p.twin.signals.Load()
-	raw := func(s *twinned, transport string, msg []byte) *wire.Reply {
+	seen := p.fake.signals.Load()
+	raw := func(s *fakeAgent, transport string, msg []byte) *wire.Reply {
 		t.Helper()
 		rep, err := s.bus.Request(ctx, via, p.ID(), &wire.Request{Kind: wire.KindSignal, From: string(s.ID()), Signal: &wire.Signal{Transport: transport, Data: msg}})
 		if err != nil {
@@ -37,15 +37,15 @@ func TestSignals(t *testing.T) {
 		}
 		return rep
 	}
-	if rep := raw(stranger, viaRDMA, []byte("greet")); rep.Again != wire.AgainAfterHello {
-		t.Errorf("a stranger's signal is answered with %+v", rep)
+	if rep := raw(unknownPeer, viaRDMA, []byte("greet")); rep.Again != wire.AgainAfterHello {
+		t.Errorf("an unknown peer's signal is answered with %+v", rep)
 	}
 	for _, name := range []string{viaTCP, "shm", ""} {
 		if rep := raw(d, name, []byte("greet")); core.Code(rep.Code) != core.Refused || !strings.Contains(rep.Reason, `"rdma", "tcp"`) {
 			t.Errorf("a signal for %q is answered with %+v", name, rep)
 		}
 	}
-	if got := p.twin.signals.Load(); got != seen {
+	if got := p.fake.signals.Load(); got != seen {
 		t.Errorf("%d signals came through", got-seen)
 	}
 
@@ -55,14 +55,14 @@ func TestSignals(t *testing.T) {
 		}
 		return msg, nil
 	}
-	p.twin.answerer.Store(&echo)
-	d.twin.answerer.Store(&echo)
+	p.fake.answerer.Store(&echo)
+	d.fake.answerer.Store(&echo)
 	big := make([]byte, wire.MaxSignal)
 	big[len(big)-1] = 7
 	for what, s := range map[string]struct {
 		signal core.Signal
 		to     core.AgentID
-	}{"to prefill": {d.twin.signal, p.ID()}, "to decode": {p.twin.signal, d.ID()}} {
+	}{"to prefill": {d.fake.signal, p.ID()}, "to decode": {p.fake.signal, d.ID()}} {
 		if got, err := s.signal(ctx, s.to, []byte("hi")); err != nil || string(got) != "hi" {
 			t.Errorf("%s: %q, %v", what, got, err)
 		}
@@ -76,12 +76,12 @@ func TestSignals(t *testing.T) {
 			t.Errorf("%s: an error came as %v", what, err)
 		}
 	}
-	if _, err := d.twin.signal(ctx, "nobody", []byte("hi")); err == nil {
+	if _, err := d.fake.signal(ctx, "nobody", []byte("hi")); err == nil {
 		t.Error("a signal to an agent that was not met was sent")
 	}
 	more := func(core.AgentID, []byte) ([]byte, error) { return make([]byte, wire.MaxSignal+1), nil }
-	p.twin.answerer.Store(&more)
-	if _, err := d.twin.signal(ctx, p.ID(), []byte("hi")); err == nil || !strings.Contains(err.Error(), "at most") {
+	p.fake.answerer.Store(&more)
+	if _, err := d.fake.signal(ctx, p.ID(), []byte("hi")); err == nil || !strings.Contains(err.Error(), "at most") {
 		t.Errorf("an answer of a byte too much: %v", err)
 	}
 }
@@ -91,7 +91,7 @@ func TestSignals(t *testing.T) {
 func TestSlowSignals(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "t", viaRDMA)
 	var running, most atomic.Int32
 	gate := make(chan struct{})
@@ -103,13 +103,13 @@ func TestSlowSignals(t *testing.T) {
 		<-gate
 		return msg, nil
 	}
-	p.twin.answerer.Store(&slow)
+	p.fake.answerer.Store(&slow)
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	errs := make(chan error, 20)
 	for range cap(errs) {
 		go func() {
-			_, err := d.twin.signal(ctx, p.ID(), []byte("x"))
+			_, err := d.fake.signal(ctx, p.ID(), []byte("x"))
 			errs <- err
 		}()
 	}
@@ -127,16 +127,16 @@ func TestSlowSignals(t *testing.T) {
 	short, stop := context.WithTimeout(ctx, 50*time.Millisecond)
 	defer stop()
 	others := func(n int) { // of other peers
-		p.signals.gate.mu.Lock()
-		defer p.signals.gate.mu.Unlock()
-		p.signals.gate.all += n
+		p.signals.limiter.mu.Lock()
+		defer p.signals.limiter.mu.Unlock()
+		p.signals.limiter.total += n
 	}
 	others(maxSignals)
-	if _, err := d.twin.signal(short, p.ID(), []byte("x")); !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := d.fake.signal(short, p.ID(), []byte("x")); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a signal while all places are taken: %v", err)
 	}
 	others(-maxSignals)
-	if _, err := d.twin.signal(ctx, p.ID(), []byte("x")); err != nil {
+	if _, err := d.fake.signal(ctx, p.ID(), []byte("x")); err != nil {
 		t.Errorf("a signal when they are free again: %v", err)
 	}
 }

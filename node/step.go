@@ -51,7 +51,7 @@ type steps struct {
 func (c *steps) begin(parts []core.PartialOffer, written func() []Written) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.lastLook(nil)
+	c.finalPoll(nil)
 	n, err := c.offer(parts)
 	s := &step{written: written}
 	for _, part := range parts[:n] {
@@ -75,11 +75,11 @@ func (c *steps) begin(parts []core.PartialOffer, written func() []Written) (int,
 func (c *steps) end(takenBack []core.TransferID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.lastLook(takenBack)
+	c.finalPoll(takenBack)
 }
 
-// lastLook ends the step; the lock is held.
-func (c *steps) lastLook(takenBack []core.TransferID) {
+// finalPoll ends the step; the lock is held.
+func (c *steps) finalPoll(takenBack []core.TransferID) {
 	if s := c.step; s != nil {
 		c.step = nil
 		s.parts = slices.DeleteFunc(s.parts, func(part core.PartialOffer) bool { return slices.Contains(takenBack, part.ID) })
@@ -107,7 +107,7 @@ func (c *steps) follow(s *step) {
 		case <-timer.C:
 		}
 		since := time.Since(news)
-		switch more, err := c.look(s); {
+		switch more, err := c.poll(s); {
 		case errors.Is(err, errStepEnded):
 			return
 		case err != nil:
@@ -124,7 +124,7 @@ func (c *steps) follow(s *step) {
 
 var errStepEnded = errors.New("the step has ended")
 
-func (c *steps) look(s *step) (more bool, err error) {
+func (c *steps) poll(s *step) (more bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.step != s {

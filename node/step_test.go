@@ -169,9 +169,9 @@ func (s *side) unseenStep(said *[]uint32, parts ...core.PartialOffer) {
 	s.steps.mu.Unlock()
 }
 
-// TestEndOfAStepLooksALastTime: a region that a step has marked as written moves when a
+// TestEndOfAStepPollsALastTime: a region that a step has marked as written moves when a
 // call for another transfer ends the step. A mark of before the step does not count.
-func TestEndOfAStepLooksALastTime(t *testing.T) {
+func TestEndOfAStepPollsALastTime(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	calls := []func(){
@@ -200,9 +200,9 @@ func TestEndOfAStepLooksALastTime(t *testing.T) {
 	}
 }
 
-// TestLastLookLeavesWhatIsTakenBack: a call that takes a transfer back lets none of its
+// TestFinalPollLeavesWhatIsTakenBack: a call that takes a transfer back lets none of its
 // regions begin to move. The other transfers of the step move.
-func TestLastLookLeavesWhatIsTakenBack(t *testing.T) {
+func TestFinalPollLeavesWhatIsTakenBack(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
 	for n, takeBack := range []func(id core.TransferID){func(id core.TransferID) { p.withdraw(id) }, p.cancel} {

@@ -49,8 +49,8 @@ func TestLoadIsNotForTheSuccessor(t *testing.T) {
 	d.want("first", core.OK)
 	until(t, "P has answered the first load", func() bool { return !runs("(*server).load(") })
 
-	p.halves.mu.Lock() // P answers nothing any more
-	goOn := sync.OnceFunc(p.halves.mu.Unlock)
+	p.machine.mu.Lock() // P answers nothing any more
+	goOn := sync.OnceFunc(p.machine.mu.Unlock)
 	t.Cleanup(goOn)
 	d.load("second", address, 3)
 	until(t, "P has the load", func() bool { return runs("(*server).load(") })

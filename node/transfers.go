@@ -13,15 +13,15 @@ import (
 )
 
 // errShut ends what would begin after Close.
-var errShut = fmt.Errorf("agent: %w", core.ErrTransportClosed)
+var errClosing = fmt.Errorf("agent: %w", core.ErrTransportClosed)
 
 // Expect arms the first transport that is usable with the peer now.
-func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing, l *look) ([]byte, error) {
-	if err := l.all(); err != nil && !fault.On("node-load-unlooked") {
+func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *receivePlan, l *memoryCheck) ([]byte, error) {
+	if err := l.checkAll(); err != nil && !fault.On("node-load-unchecked") {
 		return nil, err
 	}
 	if t.closing.Load() { // while the driver was asked
-		return nil, errShut
+		return nil, errClosing
 	}
 	var passed []passedOver
 	for _, w := range t.list {
@@ -31,12 +31,12 @@ func (t *transports) Expect(id core.TransferID, peer core.AgentID, to *landing, 
 			var grant []byte
 			if grant, err = to.expect(w, id, peer); err == nil {
 				t.chosen(peer, core.SideLoad, w.Name(), passed, true)
-				return mark(w.Name(), grant), nil
+				return addTransportName(w.Name(), grant), nil
 			}
 		}
 		passed = append(passed, passedOver{w.Name(), err})
 	}
-	return nil, ownFault(passed, t.noWay(peer, passed))
+	return nil, ownFault(passed, t.noTransport(peer, passed))
 }
 
 // ownFault marks an error as this agent's own fault, if nothing but its own memory is in the way: another prefill agent would not help.
@@ -57,19 +57,19 @@ func (t *transports) Revoke(id core.TransferID) error {
 }
 
 // Write starts to send by the transport that the grant names.
-func (t *transports) Write(op core.WriteOp, l *look) {
-	name, grant := unmark(op.Grant)
+func (t *transports) Write(op core.WriteOp, l *memoryCheck) {
+	name, grant := splitTransportName(op.Grant)
 	w := t.named(name)
 	if w == nil {
 		t.sink(name).Written(op.ID, core.TransferStats{}, fmt.Errorf("the grant of transfer %q is for transport %q, but this agent has %s", string(op.ID), name, t))
 		return
 	}
-	if err := l.of(&op); err != nil && !fault.On("node-write-unlooked") {
+	if err := l.checkWrite(&op); err != nil && !fault.On("node-write-unchecked") {
 		t.sink(name).Written(op.ID, core.TransferStats{}, err)
 		return
 	}
 	if t.closing.Load() {
-		t.sink(name).Written(op.ID, core.TransferStats{}, errShut)
+		t.sink(name).Written(op.ID, core.TransferStats{}, errClosing)
 		return
 	}
 	t.begin(half{op.ID, core.SideOffer}, op.Peer, w)
@@ -79,14 +79,14 @@ func (t *transports) Write(op core.WriteOp, l *look) {
 }
 
 // Extend gives more of a write.
-func (t *transports) Extend(op core.WriteOp, l *look) {
+func (t *transports) Extend(op core.WriteOp, l *memoryCheck) {
 	w := t.of(half{op.ID, core.SideOffer})
 	if w == nil {
 		return
 	}
-	if err := l.of(&op); err != nil && !fault.On("node-more-unlooked") {
+	if err := l.checkWrite(&op); err != nil && !fault.On("node-more-unchecked") {
 		t.mu.Lock()
-		t.spoiled[op.ID] = err
+		t.memoryChanged[op.ID] = err
 		t.mu.Unlock()
 		w.Stop(op.ID)
 		return
@@ -94,7 +94,7 @@ func (t *transports) Extend(op core.WriteOp, l *look) {
 	if t.closing.Load() {
 		return // the transport tells how the write has ended
 	}
-	_, op.Grant = unmark(op.Grant)
+	_, op.Grant = splitTransportName(op.Grant)
 	w.Extend(op)
 }
 
@@ -109,16 +109,16 @@ func (t *transports) begin(h half, peer core.AgentID, w core.Transport) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if h.side == core.SideOffer {
-		delete(t.spoiled, h.id) // of a write of the same id that ended by itself
-		delete(t.torn, h)
+		delete(t.memoryChanged, h.id) // of a write of the same id that ended by itself
+		delete(t.failedWrites, h)
 	}
-	t.going[h] = carrier{peer, w}
+	t.active[h] = transportOf{peer, w}
 }
 
 func (t *transports) of(h half) core.Transport {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.going[h].via
+	return t.active[h].via
 }
 
 // ended takes a report and returns the name of the transport that moved the bytes, ""
@@ -129,14 +129,14 @@ func (t *transports) ended(r core.Report) string {
 	name := ""
 	for _, id := range slices.Concat(r.Parts, []core.TransferID{r.ID}) {
 		h := half{id, r.Side}
-		c, ok := t.going[h]
+		c, ok := t.active[h]
 		if !ok {
-			if c, ok = t.torn[h]; !ok {
+			if c, ok = t.failedWrites[h]; !ok {
 				continue
 			}
 		}
-		delete(t.going, h)
-		delete(t.torn, h)
+		delete(t.active, h)
+		delete(t.failedWrites, h)
 		if p := t.pairs[c.peer]; p != nil && r.Code == core.OK {
 			p.transfers[c.via.Name()]++
 		}
@@ -154,21 +154,21 @@ func (t *transports) written(id core.TransferID, name string, err error) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if err != nil {
-		err = cmp.Or(t.spoiled[id], err)
+		err = cmp.Or(t.memoryChanged[id], err)
 	}
-	delete(t.spoiled, id)
+	delete(t.memoryChanged, id)
 	h := half{id, core.SideOffer}
-	c, ok := t.going[h]
-	delete(t.going, h)
+	c, ok := t.active[h]
+	delete(t.active, h)
 	switch p := t.pairs[c.peer]; {
 	case err != nil && ok: // decode's own word may be that it has all: the report tells
-		if len(t.torn) == maxTorn {
-			for old := range t.torn {
-				delete(t.torn, old)
+		if len(t.failedWrites) == maxFailedWrites {
+			for old := range t.failedWrites {
+				delete(t.failedWrites, old)
 				break
 			}
 		}
-		t.torn[h] = c
+		t.failedWrites[h] = c
 	case err == nil && p != nil:
 		p.transfers[name]++
 	}
@@ -176,7 +176,7 @@ func (t *transports) written(id core.TransferID, name string, err error) error {
 }
 
 // maxTorn bounds the writes with an error whose reports are awaited. Most reports come at once. Some never do: see written.
-const maxTorn = 64
+const maxFailedWrites = 64
 
 // sink feeds one transport's outcomes to the machine.
 type sink struct {
@@ -201,7 +201,7 @@ func (s sink) Written(id core.TransferID, st core.TransferStats, err error) {
 // PeerDown implements core.Sink.
 func (s sink) PeerDown(peer core.AgentID, err error) {
 	s.t.log.Debug("connection to a peer ended", zap.String("peer", string(peer)), zap.String("transport", s.name), zap.Error(err))
-	if s.t.fell(peer, s.name) {
+	if s.t.connectionLost(peer, s.name) {
 		s.t.suspect(peer)
 	}
 	s.t.machine.PeerDown(peer, err)

@@ -24,7 +24,7 @@ import (
 // one core.Transport. D picks a transport for each transfer. A grant begins with the
 // transport's name, by which P's Write picks the same.
 //
-// Its lock is taken within that of the halves, and never held while a transport is
+// Its lock is taken within that of the machine, and never held while a transport is
 // called.
 type transports struct {
 	id      core.AgentID
@@ -37,21 +37,21 @@ type transports struct {
 	firstWait time.Duration
 	further   time.Duration // see Close
 
-	list    []core.Transport
-	lacks   []wire.Lack      // transports that are not available here
-	devices *devices.Devices // on which some of the memory lies; nil: none
-	held    ownMemory
-	closing atomic.Bool               // nothing begins any more
-	changed atomic.Bool               // some of that memory is not what was registered any more; see renew
-	taking  sync.Locker               // held while memory of now is taken for what was registered: the agent's lock
-	spoiled map[core.TransferID]error // writes that were stopped because their memory is another; guarded by mu
+	list          []core.Transport
+	lacks         []wire.Lack      // transports that are not available here
+	devices       *devices.Devices // on which some of the memory lies; nil: none
+	held          ownMemory
+	closing       atomic.Bool               // nothing begins any more
+	changed       atomic.Bool               // some of that memory is not what was registered any more; see renew
+	taking        sync.Locker               // held while memory of now is taken for what was registered: the agent's lock
+	memoryChanged map[core.TransferID]error // writes that were stopped because their memory is another; guarded by mu
 
-	mu    sync.Mutex
-	pairs map[core.AgentID]*pair // as many as the peer table has, at most
-	going map[half]carrier       // transfers that have got a transport, until their reports
-	torn  map[half]carrier       // offers whose writes ended with an error, until their reports, maxTorn at most
-	moved map[string]*TransportStats
-	lines ratelog.Limit
+	mu           sync.Mutex
+	pairs        map[core.AgentID]*pair // as many as the peer table has, at most
+	active       map[half]transportOf   // transfers that have got a transport, until their reports
+	failedWrites map[half]transportOf   // offers whose writes ended with an error, until their reports, maxTorn at most
+	moved        map[string]*TransportStats
+	logLimit     ratelog.Limit
 }
 
 // half names one side of a transfer: an agent may be both.
@@ -60,16 +60,16 @@ type half struct {
 	side core.Side
 }
 
-type carrier struct {
+type transportOf struct {
 	peer core.AgentID
 	via  core.Transport
 }
 
 // newTransports' machine takes the outcomes; suspect is told of each peer to which
-// no way is left.
+// no transport is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
 	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, further: further, taking: new(sync.Mutex),
-		pairs: map[core.AgentID]*pair{}, going: map[half]carrier{}, torn: map[half]carrier{}, spoiled: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
+		pairs: map[core.AgentID]*pair{}, active: map[half]transportOf{}, failedWrites: map[half]transportOf{}, memoryChanged: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 
 // add and lack are called before t is in use.
@@ -189,9 +189,9 @@ func usableNow(w core.Transport, peer core.AgentID) error {
 	return err
 }
 
-// fell notes that the way to a peer by one transport broke, and says whether no other
+// connectionLost notes that the connection to a peer by one transport broke, and says whether no other
 // is left: the peer may have been replaced then.
-func (t *transports) fell(peer core.AgentID, name string) (all bool) {
+func (t *transports) connectionLost(peer core.AgentID, name string) (all bool) {
 	t.mu.Lock()
 	p := t.pairs[peer]
 	if p == nil {
@@ -223,8 +223,8 @@ func (t *transports) pair(peer core.AgentID) *pair {
 	return p
 }
 
-// noWay names both sides, since the cause may be on either.
-func (t *transports) noWay(peer core.AgentID, passed []passedOver) error {
+// noTransport names both sides, since the cause may be on either.
+func (t *transports) noTransport(peer core.AgentID, passed []passedOver) error {
 	t.mu.Lock()
 	engine := ""
 	if p := t.pairs[peer]; p != nil {
@@ -275,7 +275,7 @@ func (t *transports) chosen(peer core.AgentID, side core.Side, name string, pass
 	if why != "" {
 		text += ": " + why
 	}
-	t.lines.Do(func(note string) {
+	t.logLimit.Do(func(note string) {
 		fields := []zap.Field{zap.String("peer", string(peer)), zap.String("engine_id", engine), zap.Stringer("side", side), zap.String("transport", name)}
 		if how := t.how(name, peer); how != "" {
 			fields = append(fields, zap.String("how", how))
@@ -284,7 +284,7 @@ func (t *transports) chosen(peer core.AgentID, side core.Side, name string, pass
 	})
 }
 
-// how says by which way of a transport bytes go with a peer; "" if there is only one.
+// how says by which mechanism of a transport bytes go with a peer; "" if there is only one.
 func (t *transports) how(name string, peer core.AgentID) string {
 	if w, ok := t.named(name).(explaining); ok {
 		return w.How(peer)

@@ -20,7 +20,7 @@ import (
 func TestBestTransportIsTaken(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	for i := range 3 {
 		goesBy(t, p, d, core.TransferID(fmt.Sprint("t", i)), viaRDMA)
 	}
@@ -71,7 +71,7 @@ func TestChoice(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			leaktest.Check(t)
 			n := coretest.NewNetwork()
-			p, d := openTwinned(t, n, forced(RolePrefill, c.p), c.pLack), openTwinned(t, n, forced(RoleDecode, c.d), c.dLack)
+			p, d := openFakeAgent(t, n, forced(RolePrefill, c.p), c.pLack), openFakeAgent(t, n, forced(RoleDecode, c.d), c.dLack)
 			if c.cut != nil {
 				n.Cut(p.ID(), d.ID(), c.cut)
 			}
@@ -109,14 +109,14 @@ func TestForcedTransportThatIsNotThere(t *testing.T) {
 	n := coretest.NewNetwork()
 	for _, role := range []string{RolePrefill, RoleDecode} {
 		lack := errors.New("RLIMIT_MEMLOCK is 64 KiB")
-		_, err := tryTwinned(t, n, forced(role, viaRDMA), lack)
+		_, err := tryFakeAgent(t, n, forced(role, viaRDMA), lack)
 		if !errors.Is(err, ErrTransport) || !errors.Is(err, lack) || !strings.Contains(err.Error(), `transport is "rdma"`) {
 			t.Errorf("%s: %v", role, err)
 		}
-		if _, err := tryTwinned(t, n, testConfig(role), fmt.Errorf("%w: rdma_devices has mlx5_9", core.ErrInvalid)); !errors.Is(err, core.ErrInvalid) {
+		if _, err := tryFakeAgent(t, n, testConfig(role), fmt.Errorf("%w: rdma_devices has mlx5_9", core.ErrInvalid)); !errors.Is(err, core.ErrInvalid) {
 			t.Errorf("%s with a device that is not there: %v", role, err)
 		}
-		d := openTwinned(t, n, testConfig(role), lack)
+		d := openFakeAgent(t, n, testConfig(role), lack)
 		if s := d.Stats().Transports[viaRDMA]; s.Available || s.Reason != lack.Error() || d.said("going on without rdma: RLIMIT_MEMLOCK") != 1 {
 			t.Errorf("%s: %+v, said %v", role, s, d.logs.All())
 		}
@@ -133,7 +133,7 @@ func TestFallbackAndReturn(t *testing.T) {
 func fallbackAndReturn(t *testing.T, better string) {
 	leaktest.Check(t)
 	n, both := coretest.NewNetwork(), better+","+viaTCP
-	p, d := openTwinned(t, n, forced(RolePrefill, both), nil), openTwinned(t, n, forced(RoleDecode, both), nil)
+	p, d := openFakeAgent(t, n, forced(RolePrefill, both), nil), openFakeAgent(t, n, forced(RoleDecode, both), nil)
 	var hellos atomic.Int32
 	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		if req.Kind == wire.KindHello {
@@ -166,7 +166,7 @@ func fallbackAndReturn(t *testing.T, better string) {
 	n.Mend(p.ID(), d.ID())
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
-	if err := d.twin.Signaller.Usable(ctx, p.ID()); err != nil {
+	if err := d.fake.Signaller.Usable(ctx, p.ID()); err != nil {
 		t.Fatal(err)
 	}
 	goesBy(t, p, d, "fourth", better)
@@ -183,7 +183,7 @@ func fallbackAndReturn(t *testing.T, better string) {
 	if got := hellos.Load(); got != 1 {
 		t.Errorf("hello was said %d times: decode said %v", got, d.logs.All())
 	}
-	if got := d.twin.waits.Load(); got != 1 {
+	if got := d.fake.waits.Load(); got != 1 {
 		t.Errorf("%s was waited for %d times", better, got)
 	}
 }
@@ -196,11 +196,11 @@ func TestFirstContactWaits(t *testing.T) {
 	n.Hold(hold)
 	cfg := testConfig(RoleDecode)
 	cfg.ConnectTimeout-- // as long as everywhere
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, cfg, nil)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, cfg, nil)
 	goesBy(t, p, d, "first", viaTCP)
 	d.peers.suspect(p.ID()) // it is met again
 	goesBy(t, p, d, "second", viaTCP)
-	if got := d.twin.waits.Load(); got != 1 {
+	if got := d.fake.waits.Load(); got != 1 {
 		t.Errorf("rdma was waited for %d times", got)
 	}
 	if s := d.Stats().Pairs[0]; s.Fallbacks["rdma: "+errPending.Error()] != 2 {
@@ -209,7 +209,7 @@ func TestFirstContactWaits(t *testing.T) {
 	close(hold)
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
-	if err := d.twin.Signaller.Usable(ctx, p.ID()); err != nil {
+	if err := d.fake.Signaller.Usable(ctx, p.ID()); err != nil {
 		t.Fatal(err)
 	}
 	goesBy(t, p, d, "third", viaRDMA)
@@ -223,7 +223,7 @@ func TestFirstContactWaits(t *testing.T) {
 func TestForcedPairComesBack(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, forced(RolePrefill, viaRDMA), nil), openTwinned(t, n, forced(RoleDecode, viaRDMA), nil)
+	p, d := openFakeAgent(t, n, forced(RolePrefill, viaRDMA), nil), openFakeAgent(t, n, forced(RoleDecode, viaRDMA), nil)
 	goesBy(t, p, d, "first", viaRDMA)
 	n.Cut(p.ID(), d.ID(), errors.New("link down"))
 	p.offer("cut", 1)
@@ -233,27 +233,27 @@ func TestForcedPairComesBack(t *testing.T) {
 	goesBy(t, p, d, "second", viaRDMA)
 }
 
-func TestRestartedPeersMeetAgain(t *testing.T) {
+func TestRestartedPeersConnectAgain(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
 	cfg := testConfig(RolePrefill)
 	cfg.BootstrapPort = freePort(t)
-	p, d := openTwinned(t, n, cfg, nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	p, d := openFakeAgent(t, n, cfg, nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "first", viaRDMA)
 	if err := p.Close(); err != nil {
 		t.Fatal(err)
 	}
-	p = openTwinned(t, n, cfg, nil)
+	p = openFakeAgent(t, n, cfg, nil)
 	goesBy(t, p, d, "second", viaRDMA)
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	d = openTwinned(t, n, testConfig(RoleDecode), nil)
+	d = openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "third", viaRDMA)
 	if err := p.Close(); err != nil {
 		t.Fatal(err)
 	}
-	p = openTwinned(t, n, cfg, errors.New("the device is gone")) // without rdma now
+	p = openFakeAgent(t, n, cfg, errors.New("the device is gone")) // without rdma now
 	goesBy(t, p, d, "fourth", viaTCP)
 }
 
@@ -277,7 +277,7 @@ func (b *unanswered) Request(ctx context.Context, via core.Via, to core.AgentID,
 func TestGoneAfterTheBytes(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	late := &unanswered{Bus: d.bus, id: "first", now: make(chan struct{})}
 	setBus(d.Agent, late)
 	goesBy(t, p, d, "first", viaRDMA)
@@ -290,7 +290,7 @@ func TestGoneAfterTheBytes(t *testing.T) {
 func TestTicketForOneTransport(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	setBus(d.Agent, &changed{Bus: d.bus, reply: func(rep *wire.Reply) {
 		if n := len(rep.Tickets); n > 0 && (n != 2 || rep.Tickets[0].Transport != viaRDMA || rep.Tickets[1].Transport != viaTCP || len(rep.Tickets[1].Ticket) < 16) {
 			t.Errorf("tickets %v", rep.Tickets)
@@ -307,7 +307,7 @@ func TestTicketForOneTransport(t *testing.T) {
 func TestIdAgainOnAnotherTransport(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
-	p, d := openTwinned(t, n, testConfig(RolePrefill), nil), openTwinned(t, n, testConfig(RoleDecode), nil)
+	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	var drop atomic.Bool
 	setBus(d.Agent, &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		if req.Kind == wire.KindLoad && drop.CompareAndSwap(true, false) {

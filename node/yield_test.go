@@ -14,23 +14,23 @@ import (
 // TestYield: what a step leaves over to let others have the lock is done in the next, at once and without a tick.
 func TestYield(t *testing.T) {
 	const places, shares = 8, 4
-	a, _ := deafAgent(t)
-	a.goRun("agent", func() { run(a.ctx, a.halves, a.perform) })
+	a, _ := agentWithoutBus(t)
+	a.goRun("agent", func() { run(a.ctx, a.machine, a.perform) })
 	t.Cleanup(func() { a.cancel(); a.wg.Wait() })
-	a.halves.mu.Lock()
-	a.halves.machine = machine.New(a.halves.machine.Layout(), core.Options{MaxTransfers: places, Ends: 1, EarlyLoad: time.Hour})
-	a.halves.mu.Unlock()
+	a.machine.mu.Lock()
+	a.machine.machine = machine.New(a.machine.machine.Layout(), core.Options{MaxTransfers: places, Ends: 1, EarlyLoad: time.Hour})
+	a.machine.mu.Unlock()
 	for i := range places {
-		a.halves.tell(core.RenewMessage{From: "d", Account: "many", Claims: []core.TransferID{core.TransferID(fmt.Sprint("claim", i))}})
+		a.machine.tell(core.RenewMessage{From: "d", Account: "many", Claims: []core.TransferID{core.TransferID(fmt.Sprint("claim", i))}})
 	}
 	claim := core.RenewMessage{From: "e", Account: "few", Claims: []core.TransferID{machine.PartID("shares", kv.Share{Of: shares})}}
-	if answer := a.halves.tell(claim).(core.AnswerRenew).Answers[0]; answer.Status != core.StatusEarly {
+	if answer := a.machine.tell(claim).(core.AnswerRenew).Answers[0]; answer.Status != core.StatusEarly {
 		t.Fatalf("%+v", answer)
 	}
 	for deadline := time.Now().Add(time.Minute); ; runtime.Gosched() { // it only ends a hang
-		a.halves.mu.Lock()
-		n := a.halves.machine.Sizes().Early
-		a.halves.mu.Unlock()
+		a.machine.mu.Lock()
+		n := a.machine.machine.Sizes().Early
+		a.machine.mu.Unlock()
 		if n == places {
 			return
 		}

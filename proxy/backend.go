@@ -21,21 +21,21 @@ type server struct {
 	role          string
 	url           string // as configured
 	base          *url.URL
-	bootstrap     string  // where a prefill server is asked for its ranks, if it can be asked
-	bootstrapPort int     // as configured
-	other         *server // the same server, where it is given in the other role too
-	told          *told   // of its role, also where it is given in both roles; nil by contracts without such changes
+	bootstrap     string     // where a prefill server is asked for its ranks, if it can be asked
+	bootstrapPort int        // as configured
+	other         *server    // the same server, where it is given in the other role too
+	roleProbe     *roleProbe // of its role, also where it is given in both roles; nil by contracts without such changes
 
-	mu      sync.Mutex
-	seen    bool // has been up once, in this role
-	up      bool
-	ups     uint64          // how many times it has come up
-	turned  bool            // it has the other role by now
-	reason  string          // why it is not up
-	ranks   []rank          // the last ranks known; a server without a table of ranks has one rank
-	port    int             // the bootstrap port that the server names itself, 0 if it names none
-	term    context.Context // ends when the server has another role; nil by contracts without such changes
-	endTerm context.CancelCauseFunc
+	mu          sync.Mutex
+	seen        bool // has been up once, in this role
+	up          bool
+	ups         uint64          // how many times it has come up
+	roleChanged bool            // it has the other role by now
+	reason      string          // why it is not up
+	ranks       []rank          // the last ranks known; a server without a table of ranks has one rank
+	port        int             // the bootstrap port that the server names itself, 0 if it names none
+	term        context.Context // ends when the server has another role; nil by contracts without such changes
+	endTerm     context.CancelCauseFunc
 
 	againMu sync.Mutex
 	again   *question // the last that requests have asked together
@@ -116,15 +116,15 @@ func (s *server) setUp(ranks []rank) (wasUp, changed bool) {
 	if !wasUp {
 		s.ups++
 	}
-	s.seen, s.up, s.turned, s.reason, s.ranks = true, true, false, "", ranks
+	s.seen, s.up, s.roleChanged, s.reason, s.ranks = true, true, false, "", ranks
 	return wasUp, changed
 }
 
-var errTurned = errors.New("the server has another role by now")
+var errRoleChanged = errors.New("the server has another role by now")
 
-// mayTurn is for servers whose roles may change.
-func (b *balancer) mayTurn() {
-	tell := map[string]*told{}
+// mayChangeRole is for servers whose roles may change.
+func (b *balancer) mayChangeRole() {
+	tell := map[string]*roleProbe{}
 	for _, s := range b.servers() {
 		s.beginTerm()
 		for _, o := range b.servers() {
@@ -134,9 +134,9 @@ func (b *balancer) mayTurn() {
 		}
 		url := s.base.String()
 		if tell[url] == nil {
-			tell[url] = new(told)
+			tell[url] = new(roleProbe)
 		}
-		s.told = tell[url]
+		s.roleProbe = tell[url]
 	}
 }
 
@@ -144,36 +144,38 @@ func (s *server) beginTerm() {
 	s.term, s.endTerm = context.WithCancelCause(context.Background())
 }
 
-// setTurned notes that the server has another role. What was asked of it in this one has no answer: its engine had nothing under way
-// when it turned. It reports whether the server was up in this role.
-func (s *server) setTurned(reason string) (wasUp bool) {
+// setRoleChanged notes that the server has another role. What was asked of it in this one has no answer: its engine had nothing under way
+// when its role changed. It reports whether the server was up in this role.
+func (s *server) setRoleChanged(reason string) (wasUp bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	wasUp = s.up
 	if s.seen {
-		s.endTerm(errTurned)
+		s.endTerm(errRoleChanged)
 		s.beginTerm()
 	}
-	s.seen, s.up, s.turned, s.reason = false, false, true, reason
+	s.seen, s.up, s.roleChanged, s.reason = false, false, true, reason
 	return wasUp
 }
 
-// elsewhere reports whether the server has its other role, or had it last, and counts there.
-func (s *server) elsewhere() bool { return s.other != nil && s.isTurned() && !s.other.isTurned() }
-
-func (s *server) isTurned() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.turned
+// inOtherRole reports whether the server has its other role, or had it last, and counts there.
+func (s *server) inOtherRole() bool {
+	return s.other != nil && s.hasRoleChanged() && !s.other.hasRoleChanged()
 }
 
-// untilTurned is a context that ends with another one, and when the target's server turns, unless stop was called by then.
-func (t target) untilTurned(ctx context.Context) (_ context.Context, stop func()) {
+func (s *server) hasRoleChanged() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.roleChanged
+}
+
+// untilRoleChange is a context that ends with another one, and when the target's server turns, unless stop was called by then.
+func (t target) untilRoleChange(ctx context.Context) (_ context.Context, stop func()) {
 	if t.term == nil {
 		return ctx, func() {}
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
-	unhook := context.AfterFunc(t.term, func() { cancel(errTurned) })
+	unhook := context.AfterFunc(t.term, func() { cancel(errRoleChanged) })
 	return ctx, func() { unhook() }
 }
 

@@ -89,7 +89,7 @@ func (s *side) pick(policy Balance, refuse, avoid func(target) bool) (target, bo
 func (b *balancer) missing() []string {
 	var all []string
 	for _, s := range b.servers() {
-		if _, up, reason, _ := s.state(); !up && !s.elsewhere() {
+		if _, up, reason, _ := s.state(); !up && !s.inOtherRole() {
 			all = append(all, s.role+" server "+s.url+": "+reason)
 		}
 	}

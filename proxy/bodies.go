@@ -181,26 +181,26 @@ func (h *heldBody) room(n, size int64) error {
 	if b.bytes+n <= most {
 		return nil
 	}
-	yielding, yields := b.yielding(h, n)
+	yielding, yields := b.evictable(h, n)
 	if b.bytes-yields+n > most { // nobody would gain
 		b.refused.Add(1)
 		return b.full(errBodies)
 	}
-	slices.SortFunc(yielding, func(x, y yield) int { return cmp.Compare(y.body.bytes, x.body.bytes) })
+	slices.SortFunc(yielding, func(x, y eviction) int { return cmp.Compare(y.body.bytes, x.body.bytes) })
 	for i := 0; b.bytes+n > most; i++ {
-		yielding[i].body.giveWay(yielding[i].why)
+		yielding[i].body.evict(yielding[i].why)
 	}
 	return nil
 }
 
-// yield is a body that may give way.
-type yield struct {
+// eviction is a body that may give way.
+type eviction struct {
 	body *heldBody
 	why  error
 }
 
-// yielding are the bodies that may give way to another that takes n bytes more, and what they hold. mu is held.
-func (b *bodies) yielding(to *heldBody, n int64) (all []yield, bytes int64) {
+// evictable are the bodies that may give way to another that takes n bytes more, and what they hold. mu is held.
+func (b *bodies) evictable(to *heldBody, n int64) (all []eviction, bytes int64) {
 	late, own := b.now().Add(-slowBody), b.share(to.from).arriving+n
 	if to.at == nil {
 		own += to.bytes
@@ -211,9 +211,9 @@ func (b *bodies) yielding(to *heldBody, n int64) (all []yield, bytes int64) {
 		case h == to:
 			continue
 		case !h.since.After(late):
-			all = append(all, yield{h, errSlowBody})
+			all = append(all, eviction{h, errSlowBody})
 		case h.from != to.from && b.share(h.from).arriving/tooMuch > own:
-			all = append(all, yield{h, errTooMuch})
+			all = append(all, eviction{h, errTooMuch})
 		default:
 			continue
 		}
@@ -222,8 +222,8 @@ func (b *bodies) yielding(to *heldBody, n int64) (all []yield, bytes int64) {
 	return all, bytes
 }
 
-// giveWay ends a body that arrives. mu is held.
-func (h *heldBody) giveWay(why error) {
+// evict ends a body that arrives. mu is held.
+func (h *heldBody) evict(why error) {
 	h.of.refused.Add(1)
 	h.count(-h.bytes)
 	h.arrived()
@@ -238,8 +238,8 @@ func (b *bodies) full(err error) error {
 	return &bodyError{fmt.Errorf("%w: --body-memory is %d bytes: try again later, or raise it", err, b.most)}
 }
 
-// gaveWay reports whether it has given way to others.
-func (h *heldBody) gaveWay() bool {
+// evicted reports whether it has given way to others.
+func (h *heldBody) evicted() bool {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
 	return h.gone != nil

@@ -91,14 +91,14 @@ func TestBodyBudget(t *testing.T) {
 	if err := young.take(2 * mib); err != nil {
 		t.Error(err)
 	}
-	if client.cuts != 1 || !large.gaveWay() || mediums[0].gaveWay() || b.held() != (8+8+2)*mib+smallBody {
+	if client.cuts != 1 || !large.evicted() || mediums[0].evicted() || b.held() != (8+8+2)*mib+smallBody {
 		t.Errorf("%d are cut, %d bytes are counted", client.cuts, b.held())
 	}
 	takes(large, 0, errSlowBody)
 	if err := large.whole(1); !errors.Is(err, errSlowBody) {
 		t.Errorf("what gave way is whole: %v", err)
 	}
-	if err := b.begin(client, "10.0.0.1:1").expect(37 * mib); err != nil || client.cuts != 9 || young.gaveWay() || second.gaveWay() {
+	if err := b.begin(client, "10.0.0.1:1").expect(37 * mib); err != nil || client.cuts != 9 || young.evicted() || second.evicted() {
 		t.Errorf("%v, %d are cut", err, client.cuts) // the small one would be the last
 	}
 	filled := b.begin(client, "10.0.0.1:1")
@@ -158,7 +158,7 @@ func TestGreedyClient(t *testing.T) {
 	}
 	gone := 0
 	for _, h := range held {
-		if h.gaveWay() {
+		if h.evicted() {
 			gone++
 			if err := h.take(1); !errors.Is(err, errTooMuch) || !errors.Is(err, errBodies) {
 				t.Errorf("what gave way goes on: %v", err)
@@ -224,7 +224,7 @@ func TestSlowBodyIsCut(t *testing.T) {
 		}
 	}
 	b.mu.Lock()
-	h.giveWay(errSlowBody)
+	h.evict(errSlowBody)
 	b.mu.Unlock()
 	cut := errors.New("i/o timeout")
 	if _, err := g.read(iotest.ErrReader(cut)); !errors.Is(err, errSlowBody) || errors.Is(err, cut) {

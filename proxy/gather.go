@@ -44,7 +44,7 @@ func (g *gathered) read(r io.Reader) ([]byte, error) {
 	at := len(g.last)
 	n, err := r.Read(g.last[at:cap(g.last)])
 	g.last = g.last[:at+n]
-	if err != nil && err != io.EOF && g.held.gaveWay() {
+	if err != nil && err != io.EOF && g.held.evicted() {
 		err = g.held.take(0) // says so
 	}
 	return g.last[at:], err

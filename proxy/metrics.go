@@ -78,7 +78,7 @@ func (c serverCollector) Describe(ch chan<- *prometheus.Desc) {
 // Collect is of prometheus.Collector.
 func (c serverCollector) Collect(ch chan<- prometheus.Metric) {
 	for _, s := range c.b.servers() {
-		if s.elsewhere() {
+		if s.inOtherRole() {
 			continue
 		}
 		_, up, _, ranks := s.state()

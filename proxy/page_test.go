@@ -23,5 +23,5 @@ func TestRouterPage(t *testing.T) {
 			t.Errorf("the usage has no %s %s", o.Name, o.Value)
 		}
 	}
-	docstest.Hold(t, "../docs/router.md", "options", page.String())
+	docstest.Check(t, "../docs/router.md", "options", page.String())
 }

@@ -15,7 +15,7 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/internal/giveback"
+	"github.com/kvconn/kvconn/internal/memrelease"
 	"github.com/kvconn/kvconn/internal/ratelog"
 )
 
@@ -83,10 +83,10 @@ func New(cfg Config) (*Proxy, error) {
 		p.balancer.decode.servers = append(p.balancer.decode.servers, &server{role: decodeRole, url: c, base: base, reason: "not asked yet"})
 	}
 	if cfg.Contract == SGLang {
-		p.balancer.mayTurn()
+		p.balancer.mayChangeRole()
 	}
 	p.metrics = newMetrics(p)
-	p.wg.Go(func() { giveback.Run(p.ctx) })
+	p.wg.Go(func() { memrelease.Run(p.ctx) })
 	for _, s := range p.balancer.servers() {
 		p.wg.Go(func() { p.watch(p.ctx, s) })
 	}

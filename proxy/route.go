@@ -215,7 +215,7 @@ func (p *Proxy) choose(client context.Context, a *attempt, h *history) bool {
 // out of date and is tried in vain.
 func (s *server) doubtful(inVain bool) bool {
 	_, up, _, _ := s.state()
-	return s.role == prefillRole && (!up || inVain) || s.told != nil && !up
+	return s.role == prefillRole && (!up || inVain) || s.roleProbe != nil && !up
 }
 
 // chooseShort says which D gets the first attempt of a small request, without a P. The next attempts go to pairs.

@@ -35,17 +35,17 @@ func (e *otherRole) Error() string {
 // prompt holds up. So /health is asked only until the server is up. From then on it is
 // enough that the server answers.
 func (p *Proxy) probeSGLang(ctx context.Context, s *server) (ranks []rank, role string, err error) {
-	question := s.told.ask()
+	question := s.roleProbe.begin()
 	if role, err = p.roleOf(ctx, s); err != nil {
 		return nil, "", err
 	}
-	s.told.hear(question, role)
+	s.roleProbe.answer(question, role)
 	switch {
 	case role != "" && role != s.role:
 		return nil, role, &otherRole{role, s.role}
 	case role == "" && s.other != nil:
 		return nil, "", fmt.Errorf("GET %s does not tell its role, and it is given as a prefill and as a decode server", s.path("/model_info"))
-	case s.isTurned() && s.told.silent(role): // /server_info would tell the first one
+	case s.hasRoleChanged() && s.roleProbe.stoppedReporting(role): // /server_info would tell the first one
 		return nil, "", fmt.Errorf("GET %s does not tell its role any more, and it was not %s at last", s.path("/model_info"), s.role)
 	}
 	if _, up, _, ranks := s.state(); up {

@@ -108,7 +108,7 @@ func TestSGLangServerInfo(t *testing.T) {
 }
 
 // A server of the other role, or one that says nonsense, is not used, and /health says
-// why. A server that tells strangers nothing is used.
+// why. A server that tells unauthenticated clients nothing is used.
 func TestSGLangServersThatDoNotFit(t *testing.T) {
 	leaktest.Check(t)
 	for info, says := range map[string]string{

@@ -23,7 +23,7 @@ const maxSmallAnswer = 8 << 20
 func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *failure) {
 	// P's work increases with the prompt.
 	defer a.prefill.begin(1 + int64(a.size)>>10)()
-	ctx, stop := a.prefill.untilTurned(ctx)
+	ctx, stop := a.prefill.untilRoleChange(ctx)
 	defer stop()
 	began := time.Now()
 	defer a.toPrefill.end()
@@ -186,7 +186,7 @@ func readError(raw json.RawMessage) (status int, reason string) {
 // say so: engines send those of a stream before they have anything to stream. An error
 // after them is still one that another engine may mend.
 func (p *Proxy) decode(ctx context.Context, a *attempt, params json.RawMessage) (answer, *failure) {
-	ctx, stop := a.decode.untilTurned(ctx)
+	ctx, stop := a.decode.untilRoleChange(ctx)
 	defer stop()
 	end := a.decode.begin(1)
 	a.toDecode.send(p.cfg.Contract.decodeBody(a, params), a.held)

@@ -122,11 +122,11 @@ func (p *Proxy) ask(ctx context.Context, s *server) error {
 	ranks, role, err := p.probe(ctx, s)
 	note := func() { p.noteUp(s, ranks) }
 	if other := (*otherRole)(nil); errors.As(err, &other) {
-		note = func() { p.noteTurned(s, err) }
+		note = func() { p.noteRoleChange(s, err) }
 	} else if err != nil {
 		return err
 	}
-	if !s.told.still(role, note) {
+	if !s.roleProbe.doIfCurrent(role, note) {
 		return errOvertaken
 	}
 	return err
@@ -136,7 +136,7 @@ func (p *Proxy) ask(ctx context.Context, s *server) error {
 func (p *Proxy) noteUp(s *server, ranks []rank) {
 	wasUp, changed := s.setUp(ranks)
 	if !wasUp && s.other != nil {
-		p.noteTurned(s.other, errors.New("it is up as a "+s.role+" server"))
+		p.noteRoleChange(s.other, errors.New("it is up as a "+s.role+" server"))
 	}
 	if !wasUp || changed {
 		p.log.Info("server is up", zap.String("role", s.role), zap.String("url", s.url),
@@ -144,9 +144,9 @@ func (p *Proxy) noteUp(s *server, ranks []rank) {
 	}
 }
 
-// noteTurned takes a server out of the choice until it has its role again. If it is not given in the other role too, it is lost.
-func (p *Proxy) noteTurned(s *server, err error) {
-	if !s.setTurned(err.Error()) {
+// noteRoleChange takes a server out of the choice until it has its role again. If it is not given in the other role too, it is lost.
+func (p *Proxy) noteRoleChange(s *server, err error) {
+	if !s.setRoleChanged(err.Error()) {
 		return
 	}
 	say := p.log.Warn

@@ -59,7 +59,7 @@ func runBenchAgents(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer peer.Stop()
-	order := synthetic.Order{Op: "open", Layers: 1, Blocks: 16, Block: 4096}
+	order := synthetic.Command{Op: "open", Layers: 1, Blocks: 16, Block: 4096}
 	opened, err := peer.Ask(order)
 	if err != nil {
 		return err

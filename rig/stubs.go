@@ -39,8 +39,8 @@ func runStubs(ctx context.Context, args []string, in io.Reader, out io.Writer) e
 	boot := &http.Server{Handler: bootstrap.NewHandler(&table, nil, nil), ReadHeaderTimeout: childStop}
 	var addrs []net.Addr
 	for _, serve := range []func(net.Listener){
-		func(l net.Listener) { stubengine.Lean(l, engine) },
-		func(l net.Listener) { stubengine.Lean(l, engine) },
+		func(l net.Listener) { stubengine.Minimal(l, engine) },
+		func(l net.Listener) { stubengine.Minimal(l, engine) },
 		func(l net.Listener) { _ = boot.Serve(l) }, // ends by Close
 	} {
 		l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -21,7 +21,7 @@ if ((double == 0)); then
 fi
 for each in "${beside[@]}"; do wait "$each" || failed=1; done
 if ((double == 0)); then
-  stage chaos-gpu-slow "${chaos[@]}" --parts slow,deaf --memory double --strict
+  stage chaos-gpu-slow "${chaos[@]}" --parts slow,stalled --memory double --strict
 elif ((double != 75)); then # 75: cuda.h cannot be had, and it says so
   failed=1
 fi

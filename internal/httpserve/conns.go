@@ -255,7 +255,7 @@ func (c *headConn) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// wholeListener's connections end with the first write that fails. TLS closes with a farewell: after a write that ran out of time in the
+// wholeListener's connections end with the first write that fails. TLS closes with a close_notify: after a write that ran out of time in the
 // middle of a record, the client would read it as the record's rest, and tell of a "bad record MAC" in place of an end.
 type wholeListener struct{ net.Listener }
 

@@ -22,11 +22,11 @@ import (
 )
 
 // Bounds of Close after the grace: handlers whose context has ended get
-// lastWords to answer, then their connections are closed and they get reap to
+// closeGrace to answer, then their connections are closed and they get reap to
 // return.
 const (
-	lastWords = time.Second
-	reap      = 2 * time.Second
+	closeGrace = time.Second
+	reap       = 2 * time.Second
 )
 
 // ErrClosed is returned by Listen and Serve after Close.
@@ -198,7 +198,7 @@ func (s *Server) Close(ctx context.Context) error {
 		s.shutdown(ctx, s.opt.Grace)
 	}
 	s.cancel()
-	s.shutdown(ctx, lastWords)
+	s.shutdown(ctx, closeGrace)
 	// It closes the connections that are still open; errors are of connections already gone.
 	_ = s.http.Close()
 
@@ -234,7 +234,7 @@ func (s *Server) shutdown(ctx context.Context, limit time.Duration) {
 	_ = s.http.Shutdown(ctx) // its only error is that of ctx: the next step is harsher
 }
 
-// hangUp closes a connection without TLS's farewell, which may wait.
+// hangUp closes a connection without TLS's close_notify, which may wait.
 func hangUp(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()

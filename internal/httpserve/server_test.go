@@ -113,7 +113,7 @@ func TestMaxConnsEvictsWhoWaits(t *testing.T) {
 }
 
 // tearing's connections keep the last bytes of a write back, once, when they are told to. That is a write that ran out of time. A
-// farewell is longer than what is missing then.
+// close_notify is longer than what is missing then.
 type tearing struct {
 	net.Listener
 	now *atomic.Bool

@@ -1,4 +1,4 @@
-// Package ratelog bounds how often a stranger can make an agent write a line
+// Package ratelog bounds how often an unknown client can make an agent write a line
 // into its log.
 package ratelog
 

@@ -96,7 +96,7 @@ func blocking(c *net.TCPConn, do func(fd int) error) error {
 }
 
 // bare listens for the connections of a loop that sends blocks. It answers with the port.
-func (p *prefill) bare(o Order) (Answer, error) {
+func (p *prefill) bare(o Command) (Answer, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return Answer{}, err
@@ -129,7 +129,7 @@ func (p *prefill) bare(o Order) (Answer, error) {
 
 // ReceiveBare has the prefill side send the blocks that it chose for a transfer, by the bare loop,
 // and receives them. It says how long the bytes took.
-func (p *Pool) ReceiveBare(peer *Process, o Order, dst []kv.BlockID) (took time.Duration, err error) {
+func (p *Pool) ReceiveBare(peer *Process, o Command, dst []kv.BlockID) (took time.Duration, err error) {
 	o.Op = "bare"
 	a, err := peer.Ask(o)
 	if err != nil {
@@ -179,6 +179,6 @@ func ProcessorTime() (time.Duration, error) {
 
 // ProcessorTime is what the second process has used of processors.
 func (p *Process) ProcessorTime() (time.Duration, error) {
-	a, err := p.Ask(Order{Op: "processor"})
+	a, err := p.Ask(Command{Op: "processor"})
 	return a.Processor, err
 }

@@ -13,21 +13,21 @@ import (
 // TestBareLoop: the loop brings each byte of the blocks to its place, and no other; else a rate of it would mean nothing.
 func TestBareLoop(t *testing.T) {
 	leaktest.Check(t)
-	in, orders := io.Pipe()
+	in, commands := io.Pipe()
 	answers, out := io.Pipe()
 	served := make(chan error, 1)
 	go func() { served <- Serve(t.Context(), in, out, zap.NewNop()) }()
-	peer := &Process{in: orders, lines: make(chan []byte, 1)}
+	peer := &Process{in: commands, lines: make(chan []byte, 1)}
 	go func() {
 		for sc := bufio.NewScanner(answers); sc.Scan(); {
 			peer.lines <- append([]byte(nil), sc.Bytes()...)
 		}
 	}()
 	const layers, blocks, block, count = 3, 14, 4096, 7
-	if _, err := peer.Ask(Order{Op: "open", Layers: layers, Blocks: blocks, Block: block, Transport: "tcp"}); err != nil {
+	if _, err := peer.Ask(Command{Op: "open", Layers: layers, Blocks: blocks, Block: block, Transport: "tcp"}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := peer.Ask(Order{Op: "offer", ID: "t", Transfer: 5, Count: count}); err != nil {
+	if _, err := peer.Ask(Command{Op: "offer", ID: "t", Transfer: 5, Count: count}); err != nil {
 		t.Fatal(err)
 	}
 	for _, streams := range []int{1, 2, 5, 3 * layers * count} {
@@ -37,7 +37,7 @@ func TestBareLoop(t *testing.T) {
 		}
 		pool.Clear()
 		dst := pool.Scatter(count, 9)
-		took, err := pool.ReceiveBare(peer, Order{Transfer: 5, Count: count, Streams: streams}, dst)
+		took, err := pool.ReceiveBare(peer, Command{Transfer: 5, Count: count, Streams: streams}, dst)
 		if err != nil || took <= 0 {
 			t.Fatalf("%d streams: %v, %v", streams, took, err)
 		}
@@ -49,7 +49,7 @@ func TestBareLoop(t *testing.T) {
 	if used, err := peer.ProcessorTime(); err != nil || used <= 0 {
 		t.Errorf("processor time %v, %v", used, err)
 	}
-	orders.Close()
+	commands.Close()
 	if err := <-served; err != nil {
 		t.Error(err)
 	}

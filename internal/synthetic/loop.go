@@ -11,8 +11,8 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// Another is a pool of the same shape, filled, in ordinary memory or in such as other processes can map.
-func (p *Pool) Another(shared bool) (*Pool, error) {
+// NewLike is a pool of the same shape, filled, in ordinary memory or in such as other processes can map.
+func (p *Pool) NewLike(shared bool) (*Pool, error) {
 	q, err := New(shared, p.layers, p.blocks, p.block)
 	if err == nil {
 		q.Clear()

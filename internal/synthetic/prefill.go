@@ -20,8 +20,8 @@ import (
 	"github.com/kvconn/kvconn/node"
 )
 
-// Order is the first process's word to the second one, the prefill side.
-type Order struct {
+// Command is the first process's message to the second one, the prefill side.
+type Command struct {
 	Op        string `json:"op"` // open, announce, offer, wait, counters, bare, processor, close
 	Layers    int    `json:"layers,omitempty"`
 	Blocks    int    `json:"blocks,omitempty"` // of the pool
@@ -42,7 +42,7 @@ type Order struct {
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
 
-// Answer is the second process's answer to an order.
+// Answer is the second process's answer to a command.
 type Answer struct {
 	Error     string `json:"error,omitempty"`
 	Bootstrap string `json:"bootstrap,omitempty"`
@@ -60,17 +60,17 @@ type Answer struct {
 	Processor time.Duration `json:"processor_ns,omitempty"` // of processor: its time so far
 }
 
-// Serve is the second process: it obeys orders until its input ends.
+// Serve is the second process: it runs commands until its input ends.
 func Serve(ctx context.Context, in io.Reader, out io.Writer, log *zap.Logger) error {
 	p := &prefill{log: log}
 	defer p.close()
 	enc := json.NewEncoder(out)
 	sc := bufio.NewScanner(in)
 	for sc.Scan() {
-		var o Order
+		var o Command
 		answer, err := Answer{}, json.Unmarshal(sc.Bytes(), &o)
 		if err == nil {
-			answer, err = p.obey(ctx, o)
+			answer, err = p.run(ctx, o)
 		}
 		if err != nil {
 			answer = Answer{Error: err.Error()}
@@ -89,7 +89,7 @@ type prefill struct {
 	loops sync.WaitGroup // bare loops, which read the pool
 }
 
-func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
+func (p *prefill) run(ctx context.Context, o Command) (Answer, error) {
 	switch o.Op {
 	case "open":
 		p.close()
@@ -120,10 +120,10 @@ func (p *prefill) obey(ctx context.Context, o Order) (Answer, error) {
 		p.close()
 		return Answer{}, nil
 	}
-	return Answer{}, fmt.Errorf("unknown order %q", o.Op)
+	return Answer{}, fmt.Errorf("unknown command %q", o.Op)
 }
 
-func (p *prefill) open(o Order) (Answer, error) {
+func (p *prefill) open(o Command) (Answer, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "prefill", node.RolePrefill
 	cfg.BootstrapHost, cfg.BootstrapPort, cfg.TCPListenHost = "127.0.0.1", 0, "127.0.0.1"
@@ -151,8 +151,8 @@ func (p *prefill) open(o Order) (Answer, error) {
 	return Answer{Bootstrap: p.agent.BootstrapAddress(), EngineID: cfg.EngineID, PID: os.Getpid(), Base: p.pool.Regions()[0].Base}, nil
 }
 
-// transport sets the order's transport, its token, and whether it encrypts.
-func (o *Order) transport(cfg *node.Config) {
+// transport sets the command's transport, its token, and whether it encrypts.
+func (o *Command) transport(cfg *node.Config) {
 	if o.Transport != "" {
 		cfg.Transport = o.Transport
 	}
@@ -181,8 +181,8 @@ func (p *prefill) close() {
 	p.agent, p.pool = nil, nil
 }
 
-// IDs names the transfers of an order.
-func (o *Order) IDs() []core.TransferID {
+// IDs names the transfers of a command.
+func (o *Command) IDs() []core.TransferID {
 	if o.Parts < 2 {
 		return []core.TransferID{core.TransferID(o.ID)}
 	}
@@ -193,8 +193,8 @@ func (o *Order) IDs() []core.TransferID {
 	return ids
 }
 
-// Part is what transfer i of an order has of the order's blocks.
-func (o *Order) Part(ids []kv.BlockID, i int) kv.Selection {
+// Part is what transfer i of a command has of the command's blocks.
+func (o *Command) Part(ids []kv.BlockID, i int) kv.Selection {
 	n := max(1, o.Parts)
 	return kv.Selection{Blocks: [][]kv.BlockID{ids[len(ids)*i/n : len(ids)*(i+1)/n]}}
 }
@@ -238,8 +238,8 @@ func WaitReports(ctx context.Context, a *node.Agent, ids []core.TransferID) (tol
 	}
 }
 
-// OpenDecode opens the decode side in this process, by the same order as the prefill side.
-func OpenDecode(p *Pool, o Order, log *zap.Logger) (*node.Agent, error) {
+// OpenDecode opens the decode side in this process, by the same command as the prefill side.
+func OpenDecode(p *Pool, o Command, log *zap.Logger) (*node.Agent, error) {
 	cfg := node.DefaultConfig()
 	cfg.EngineID, cfg.Role = "decode", node.RoleDecode
 	o.transport(&cfg)

@@ -83,10 +83,10 @@ func mayStart() error {
 // PID is the process's id.
 func (p *Process) PID() int { return p.cmd.Process.Pid }
 
-// Ask sends one order and waits for its answer.
-func (p *Process) Ask(order Order) (Answer, error) {
+// Ask sends one command and waits for its answer.
+func (p *Process) Ask(command Command) (Answer, error) {
 	var a Answer
-	b, err := json.Marshal(order)
+	b, err := json.Marshal(command)
 	if err != nil {
 		return a, err
 	}
@@ -108,13 +108,13 @@ func (p *Process) Ask(order Order) (Answer, error) {
 		}
 		return a, nil
 	case <-t.C:
-		return a, fmt.Errorf("the second process has not answered %q for %v", order.Op, answerTimeout)
+		return a, fmt.Errorf("the second process has not answered %q for %v", command.Op, answerTimeout)
 	}
 }
 
 // Sent waits until the prefill side has its transfers' reports too.
 func (p *Process) Sent(id string, parts int) error {
-	a, err := p.Ask(Order{Op: "wait", ID: id, Parts: parts})
+	a, err := p.Ask(Command{Op: "wait", ID: id, Parts: parts})
 	if err == nil && a.Code != 0 {
 		err = fmt.Errorf("prefill side: code %d: %s", a.Code, a.Reason)
 	}

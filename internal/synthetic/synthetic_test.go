@@ -50,9 +50,9 @@ func TestPoolFindsWrongBytes(t *testing.T) {
 	}
 }
 
-// TestParts: each of an order's blocks is in one of its transfers.
+// TestParts: each of a command's blocks is in one of its transfers.
 func TestParts(t *testing.T) {
-	o, ids := Order{ID: "t", Parts: 4}, []kv.BlockID{9, 4, 7, 1, 0, 3}
+	o, ids := Command{ID: "t", Parts: 4}, []kv.BlockID{9, 4, 7, 1, 0, 3}
 	var all []kv.BlockID
 	for i := range o.IDs() {
 		part := o.Part(ids, i).Blocks[0]
@@ -73,7 +73,7 @@ func TestParts(t *testing.T) {
 // TestServeObeys drives the second process's loop in this one.
 func TestServeObeys(t *testing.T) {
 	leaktest.Check(t)
-	orders := []Order{
+	commands := []Command{
 		{Op: "open", Layers: 2, Blocks: 8, Block: 4096},
 		{Op: "announce", ID: "t"},
 		{Op: "offer", ID: "t", Transfer: 1, Count: 3},
@@ -82,7 +82,7 @@ func TestServeObeys(t *testing.T) {
 		{Op: "close"},
 	}
 	var in, out bytes.Buffer
-	for _, o := range orders {
+	for _, o := range commands {
 		b, _ := json.Marshal(o)
 		in.Write(append(b, '\n'))
 	}

@@ -19,7 +19,7 @@ from .types import Memory, Region
 _MOST = 4096  # numbers that are kept
 
 
-class _Kept(dict[Any, Any]):
+class _BoundedCache(dict[Any, Any]):
     """What was made of a key, until there are too many."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
@@ -33,7 +33,7 @@ class _Kept(dict[Any, Any]):
         return value
 
 
-class _Room(threading.local):
+class _MomentBuffer(threading.local):
     """Where the library puts a moment."""
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ def current_stream(device: int) -> Callable[[], int]:
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)
 
 
-_room = _Room()
-_streams = _Kept(_stream)
-_named = _Kept(_regions)
+_buffer = _MomentBuffer()
+_streams = _BoundedCache(_stream)
+_named = _BoundedCache(_regions)
 _CLOSED = c.c_uint64()
 
 
@@ -121,10 +121,10 @@ class DeviceCalls:
             region = number(region, "region", 32)
         if stream is None:
             stream = self._stream_of(region)
-        room = _room
-        if code := self._moment(self._agent, region, _streams[stream], room.address):
+        buffer = _buffer
+        if code := self._moment(self._agent, region, _streams[stream], buffer.address):
             raise self._refused(code)
-        return room.moment.value
+        return buffer.moment.value
 
     def written_after(self, regions: Sequence[int], moment: int) -> None:
         """Prefill: says of regions in device memory what a byte of :attr:`written` says.

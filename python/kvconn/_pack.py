@@ -174,8 +174,8 @@ class Loads(Rows):
         )
 
 
-class Room:
-    """Room for the completions of one call, and for their number."""
+class CompletionBuffer:
+    """A buffer for the completions of one call, and for their number."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -214,9 +214,9 @@ class Agent(DeviceCalls):
         waiting = self._count.value
         if not waiting:
             return _NOTHING
-        room = _pack.Room(waiting)
-        self._check(self._lib.get_finished(self._handle, room.address, _pack.COMPLETION, room.capacity, room.count_address))
-        return room.completions()
+        buffer = _pack.CompletionBuffer(waiting)
+        self._check(self._lib.get_finished(self._handle, buffer.address, _pack.COMPLETION, buffer.capacity, buffer.count_address))
+        return buffer.completions()
 
     def _waiting(self) -> int:
         """The number of completions to collect; raises if the agent is closed."""

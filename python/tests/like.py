@@ -54,8 +54,8 @@ def like(path: str, **values: Any) -> Any:
         known = fields_of(path)
         if path == LAYER:  # the CPU's attention backend says on the layer which order it has chosen
             known |= set_by("vllm.v1.attention.backends.cpu_attn", "layer")
-        strangers = sorted(set(values) - known)
-        assert not strangers, f"{path} of the installed {engine} has no {', '.join(strangers)}"
+        unknown = sorted(set(values) - known)
+        assert not unknown, f"{path} of the installed {engine} has no {', '.join(unknown)}"
     return SimpleNamespace(**values)
 
 

@@ -135,8 +135,8 @@ def start(
         values |= {"transfer_backend": TransferBackend("kvconn")}
         if role == "decode":
             values |= {"enable_staging": False, "req_to_token_pool": requests}
-        strangers = sorted(set(values) - sglang.fields_of(f"{kind.__module__}:{kind.__name__}"))
-        assert not strangers, f"a {kind.__name__} of the installed SGLang has no {', '.join(strangers)}"
+        unknown = sorted(set(values) - sglang.fields_of(f"{kind.__module__}:{kind.__name__}"))
+        assert not unknown, f"a {kind.__name__} of the installed SGLang has no {', '.join(unknown)}"
         vars(queue).update(values)
         return Rank(queue._init_kv_manager(), queue)
 

@@ -169,7 +169,7 @@ def test_packed_loads_and_claims() -> None:
 
 
 def test_unpacked_completions() -> None:
-    room = _pack.Room(2)
+    room = _pack.CompletionBuffer(2)
     rows = (_structs.Completion * 2).from_address(room.address)
     rows[0] = _structs.Completion(2**60, 23, 2, 10, 1_500_000_000, 250_000_000, 3, 4, b"tcp", b"a", b"why")
     rows[1] = _structs.Completion(1, 0, 1, 0, 0, 0, 0, 0, b"", b"x" * 128, b"")

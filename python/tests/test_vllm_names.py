@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_engine import Engine
 
 import kvconn.vllm
-from kvconn.vllm import connector, names, others, params
+from kvconn.vllm import compat, connector, names, params
 from kvconn.vllm.stats import KVConnStats
 
 Factory = factory.KVConnectorFactory
@@ -247,15 +247,15 @@ def test_each_key_of_theirs_is_known(of: str, where: str) -> None:
     text = " ".join(file.read_text() for file in files)
     keys = set(re.findall(r"(?:get_from_extra_config|extra_config\.get)\(\s*\"(\w+)\"", text))
     keys -= set(params._OWN_KEYS)  # which kvconn calls the same
-    assert keys and keys <= others._WORDS.keys()
-    assert {others._WORDS[key].of for key in keys} == {of}
+    assert keys and keys <= compat._WORDS.keys()
+    assert {compat._WORDS[key].of for key in keys} == {of}
 
 
 def test_each_variable_of_theirs_is_known() -> None:
     """Those of vLLM itself; their libraries have more, which begin with the same letters."""
     for name in names.OTHERS:
-        theirs = {each for each in vllm.envs.environment_variables if each.startswith(others._PREFIXES[name])}
-        assert theirs and theirs <= {each for each, variable in others._VARIABLES.items() if name in variable.names}
+        theirs = {each for each in vllm.envs.environment_variables if each.startswith(compat._PREFIXES[name])}
+        assert theirs and theirs <= {each for each, variable in compat._VARIABLES.items() if name in variable.names}
 
 
 def test_ids_that_one_x_request_id_gives_are_vllms() -> None:

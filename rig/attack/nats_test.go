@@ -99,7 +99,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 	up, ud, ue, unknown := newNATSKey(t), newNATSKey(t), newNATSKey(t), newNATSKey(t)
 	c := nettest.NewNATS(t, "-c", nettest.ClusterUsers(t, up.public, ud.public, ue.public))
 	for what, opt := range map[string]nats.Option{
-		"no credential":        nats.Name("stranger"),
+		"no credential":        nats.Name("unknown"),
 		"an unknown key":       nats.Nkey(unknown.public, unknown.Sign),
 		"prefill's public key": nats.Nkey(up.public, unknown.Sign),
 		"a token":              nats.Token(ud.public),
@@ -225,7 +225,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 // have met go on, and new ones find prefill again when it renews its entry, at most 10 s later.
 func TestTokenHolderAtANATSServer(t *testing.T) {
 	c := nettest.NewNATS(t, "--auth", "right")
-	for what, opt := range map[string]nats.Option{"no token": nats.Name("stranger"), "another token": nats.Token("wrong")} {
+	for what, opt := range map[string]nats.Option{"no token": nats.Name("unknown"), "another token": nats.Token("wrong")} {
 		if nc, err := nats.Connect(c.URL(), opt, nats.NoReconnect()); !errors.Is(err, nats.ErrAuthorization) {
 			t.Errorf("with %s it gets in: %v", what, err)
 			nc.Close()

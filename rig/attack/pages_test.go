@@ -15,9 +15,9 @@ func TestPagesWithoutEnd(t *testing.T) {
 	p := start(t, map[string]any{"role": "prefill"})
 	d := start(t, map[string]any{"role": "decode"})
 	calm := before(t, p, d)
-	e := newEvil(t)
+	e := newHostilePrefill(t)
 	var pages, reads atomic.Int64
-	e.registry = func(l *evilLink, subject, reply string) bool {
+	e.registry = func(l *hostileLink, subject, reply string) bool {
 		if !strings.Contains(subject, ".STREAM.INFO.") {
 			reads.Add(1)
 			l.send(reply, "Status: 404\r\nDescription: Message Not Found\r\n", nil)

@@ -30,7 +30,7 @@ func otherOrder() *wire.Request {
 // window at a time.
 func TestLoadsOfManyPieces(t *testing.T) { atBoth(t, loadsOfManyPieces) }
 
-func loadsOfManyPieces(s *scene) {
+func loadsOfManyPieces(s *scenario) {
 	p := s.startAs(exec.Command(os.Args[0]), "NHD", "prefill", nil)
 	d := s.startAs(exec.Command(os.Args[0]), "NHD", "decode", nil)
 	before(s, p, d)

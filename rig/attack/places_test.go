@@ -31,9 +31,9 @@ func newcomers(t *testing.T, p *victim, when string, n int) *honest {
 	return h
 }
 
-// TestSilentStrangers: sockets of strangers that ask for the control plane and say nothing had all places of those
+// TestSilentConnections: sockets of unknown clients that ask for the control plane and say nothing had all places of those
 // who are about to prove themselves: a newcomer was sent away. Now of their address one gives its place up for each that comes.
-func TestSilentStrangers(t *testing.T) {
+func TestSilentConnections(t *testing.T) {
 	p := start(t, map[string]any{"role": "prefill"})
 	calm := newcomers(t, p, "early", 5)
 	a := newAttacker(t)

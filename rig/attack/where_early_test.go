@@ -65,7 +65,7 @@ func sharedClaims() *wire.Request {
 // message took all places of claims and loads that come before prefill's engine names theirs, and honest ones were refused. Now the
 // account that has the most gives way, and in it the engine.
 func TestPlacesOfEarlyLoads(t *testing.T) {
-	everywhere(t, func(s *scene) {
+	inEachDeployment(t, func(s *scenario) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
 		h := &honest{}
 		r, _ := s.met(p)
@@ -101,7 +101,7 @@ func claimOf(id string) *wire.Request {
 // transfer by each. All had as many as an honest decode engine would have, and honest loads were refused. Now they share what their
 // address gets at a port, or their nkey in a cluster.
 func TestPlacesOfManyIdentities(t *testing.T) {
-	atBoth(t, func(s *scene) {
+	atBoth(t, func(s *scenario) {
 		identities := 300
 		if s.cluster || raced {
 			identities = 64 // in a cluster each is an agent with all that it has; the race detector makes hellos slow
@@ -153,7 +153,7 @@ func unknownEnds(round int) *wire.Request {
 // transfers that nobody knows, as many as prefill remembers. Prefill forgot the honest ends, and kept the blocks of each until its
 // lease was over. Now it remembers them.
 func TestEndsOfUnknownTransfers(t *testing.T) {
-	everywhere(t, func(s *scene) {
+	inEachDeployment(t, func(s *scenario) {
 		const aborts, rounds = 8, 6
 		p, d := s.start("prefill", map[string]any{"lease_s": 600}), s.start("decode", nil)
 		r, _ := s.met(p)

@@ -14,7 +14,7 @@ import (
 )
 
 // entryAs is the entry of a prefill engine of the attacker's under another engine id, signed with the attacker's key.
-func (s *scene) entryAs(nc *nats.Conn, e *victim, engine string) *nats.Msg {
+func (s *scenario) entryAs(nc *nats.Conn, e *victim, engine string) *nats.Msg {
 	s.Helper()
 	own, err := nc.Request("$JS.API.DIRECT.GET."+natsStream+"."+entryAt(e.names), nil, bound)
 	if err != nil {
@@ -44,13 +44,13 @@ func (s *scene) entryAs(nc *nats.Conn, e *victim, engine string) *nats.Msg {
 // were to load from the other took the attacker's bytes, and reported them well. With the permissions file it writes nothing there.
 // With the file of before it does, and nobody believes it: new decode engines load when the engine has renewed its entry.
 func TestEntryOfAnotherEngine(t *testing.T) {
-	for _, m := range []meeting{
+	for _, m := range []deployment{
 		{name: "cluster-nkeys", cluster: true, nkeys: true},
 		{name: "earlier-file", cluster: true, nkeys: true, earlier: true},
 	} {
 		t.Run(m.name, func(t *testing.T) {
 			const newcomers, own, foreign = 4, 7, 99
-			s := newScene(t, m)
+			s := newScenario(t, m)
 			p, d := s.start("prefill", nil), s.start("decode", nil)
 			e := s.start("prefill", map[string]any{"nats_nkey_seed_file": s.hostileP.file, "engine_id": s.hostileP.engine("evil")})
 			p.say("fill %d", own)
@@ -106,7 +106,7 @@ func TestEntryOfAnotherEngine(t *testing.T) {
 }
 
 // rest makes honest loads up to as many as there were before.
-func (h *honest) rest(s *scene, p, d *victim) {
+func (h *honest) rest(s *scenario, p, d *victim) {
 	s.Helper()
 	for h.all < loadsBefore {
 		h.load(s, p, d, fmt.Sprint("beside", h.all))

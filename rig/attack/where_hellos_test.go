@@ -31,7 +31,7 @@ func grinding() []*wire.Request {
 // some give way; if they did not wait, none would. At a port as many would end the attacker's connections, so fewer come, and natsbus
 // TestLongRequestsWait decides whether they wait.
 func TestHellosThatGrind(t *testing.T) {
-	atBoth(t, func(s *scene) {
+	atBoth(t, func(s *scenario) {
 		p, d := s.start("prefill", nil), s.start("decode", nil)
 		before(s, p, d)
 		hellos, each := grinding(), 2

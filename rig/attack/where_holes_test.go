@@ -32,7 +32,7 @@ func ofHeads() *wire.Request {
 // decode knows of them moved by each, under the lock of all loads. Now it has a lock of its own and a bound, with which the load ends:
 // as many holes as the load has pieces. So long other loads go on.
 func TestFramesThatLeaveHoles(t *testing.T) {
-	atBoth(t, func(s *scene) {
+	atBoth(t, func(s *scenario) {
 		plain := map[string]any{"tcp_encrypt": "never"} // frames are the same, and the attacker seals none
 		p := s.startAs(exec.Command(os.Args[0]), "NHD", "prefill", plain)
 		d := s.startAs(exec.Command(os.Args[0]), "NHD", "decode", plain)

@@ -17,7 +17,7 @@ import (
 // registryTTL is how long an entry outlives its last renewal at a prefill engine's own port.
 const registryTTL = 6 * time.Second
 
-// longRank is a stranger that joins a prefill engine's port as the first rank of an engine, and describes itself at great length.
+// longRank is an unknown client that joins a prefill engine's port as the first rank of an engine, and describes itself at great length.
 type longRank struct {
 	*session
 	request []byte
@@ -51,11 +51,11 @@ func (r *longRank) join() *wire.Reply {
 	return rep
 }
 
-// TestRanksThatFillTheRegistry: where all may join, strangers join as ranks that describe themselves at great length. The registry
+// TestRanksThatFillTheRegistry: where all may join, unknown clients join as ranks that describe themselves at great length. The registry
 // was full, and prefill could not renew its own entry: nobody found it. Now ranks that join have a part of it.
 func TestRanksThatFillTheRegistry(t *testing.T) {
 	const ranks = 40
-	s := newScene(t, meeting{name: "port"})
+	s := newScenario(t, deployment{name: "port"})
 	p, d := s.start("prefill", map[string]any{"dp_size": ranks + 1}), s.start("decode", nil)
 	before(s, p, d)
 	rogues := make([]*longRank, ranks)
@@ -118,12 +118,12 @@ func (s *session) sequence() (n uint64) {
 // entries as it likes. Others are found as before, for as long as the server has room.
 func TestEntriesThatFillARegistry(t *testing.T) {
 	const entries = 40
-	for _, m := range meetings {
+	for _, m := range deployments {
 		if !m.cluster {
 			continue
 		}
 		t.Run(m.name, func(t *testing.T) {
-			s := newScene(t, m)
+			s := newScenario(t, m)
 			p, d := s.start("prefill", nil), s.start("decode", nil)
 			before(s, p, d)
 			nc := s.user(s.hostileP)
@@ -159,7 +159,7 @@ func TestEntriesThatFillARegistry(t *testing.T) {
 }
 
 // user is a connection of the attacker's to the NATS server: with one of its keys where there are nkeys, else with the token.
-func (s *scene) user(k natsKey) *nats.Conn {
+func (s *scenario) user(k natsKey) *nats.Conn {
 	s.Helper()
 	opts := []nats.Option{nats.NoReconnect(), nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {})}
 	if s.tls {

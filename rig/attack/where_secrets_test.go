@@ -60,7 +60,7 @@ func short(letters int) (words []string) {
 	return words
 }
 
-// TestSecretsThatAreGuessed: a stranger that knows no secret hears what a prefill engine greets everybody with, and tries words
+// TestSecretsThatAreGuessed: an unknown client that knows no secret hears what a prefill engine greets everybody with, and tries words
 // until one would have made it. A token of four characters was found in 0.4 s. Now a secret that is so short is refused when the
 // agent opens. An agent of a cluster, whose token may be short, tells nobody anything that its token has made.
 func TestSecretsThatAreGuessed(t *testing.T) {
@@ -90,14 +90,14 @@ func TestSecretsThatAreGuessed(t *testing.T) {
 		"%d words tried, none found; an agent with a short one does not open", len(words))
 }
 
-// TestTokenOfACluster: strangers at all that agents of a cluster open, and a host to which a client sends the decode agent, hear
+// TestTokenOfACluster: unknown clients at all that agents of a cluster open, and a host to which a client sends the decode agent, hear
 // nothing that the cluster's token has made.
 func TestTokenOfACluster(t *testing.T) {
-	s := newScene(t, meeting{name: "cluster-token", cluster: true, token: "right"})
+	s := newScenario(t, deployment{name: "cluster-token", cluster: true, token: "right"})
 	p, d := s.start("prefill", nil), s.start("decode", nil)
 	a := newAttacker(t)
 	if g, err := a.greeted(p.boot); err == nil {
-		t.Errorf("prefill greets a stranger with %q", g.greeting)
+		t.Errorf("prefill greets an unknown client with %q", g.greeting)
 	}
 	c, err := net.DialTimeout("tcp", s.server.Addr(), bound)
 	if err != nil {

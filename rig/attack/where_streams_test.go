@@ -55,7 +55,7 @@ func (k *streamsKept) keep(ctx context.Context, port string, ticket []byte, numb
 // address of honest engines, or many agents one each, from another address. They load nothing, and take each place again that they
 // lose. New decode engines were sent away. Now they get in.
 func TestAllStreams(t *testing.T) {
-	everywhere(t, func(s *scene) {
+	inEachDeployment(t, func(s *scenario) {
 		limited := exec.Command("sh", "-c", fmt.Sprintf(`ulimit -n %d && exec "$0"`, descriptors), os.Args[0])
 		p := s.startAs(limited, "", "prefill", nil)
 		for _, of := range []struct {

@@ -15,8 +15,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// meeting is where the agents of an attack meet, and what lets them in.
-type meeting struct {
+// deployment is where the agents of an attack meet, and what lets them in.
+type deployment struct {
 	name    string
 	cluster bool   // at a NATS server, else at prefill's own port
 	nkeys   bool   // with examples/nats/kvconn.conf
@@ -25,8 +25,8 @@ type meeting struct {
 	tls     bool
 }
 
-// meetings are all of them. Files with attacks at each begin with "where": they run in the minute before TestMemoryComesBack.
-var meetings = []meeting{
+// deployments are all of them. Files with attacks at each begin with "where": they run in the minute before TestMemoryComesBack.
+var deployments = []deployment{
 	{name: "port"},
 	{name: "port-token-tls", token: "a-token-0123456789", tls: true},
 	{name: "cluster-token", cluster: true, token: "right"},
@@ -34,10 +34,10 @@ var meetings = []meeting{
 	{name: "cluster-nkeys-tls", cluster: true, nkeys: true, tls: true},
 }
 
-// scene is a meeting of a test.
-type scene struct {
+// scenario is a deployment under test.
+type scenario struct {
 	*testing.T
-	meeting
+	deployment
 	server            *nettest.NATSServer // nil: prefill's own port
 	authority         *nettest.Authority  // nil without TLS
 	cert, key         string
@@ -45,25 +45,25 @@ type scene struct {
 	hostileP, hostile natsKey // of the attacker's: a prefill and a decode engine
 }
 
-// everywhere makes an attack at each meeting.
-func everywhere(t *testing.T, attack func(s *scene)) {
-	for _, m := range meetings {
-		t.Run(m.name, func(t *testing.T) { attack(newScene(t, m)) })
+// inEachDeployment makes an attack in each deployment.
+func inEachDeployment(t *testing.T, attack func(s *scenario)) {
+	for _, m := range deployments {
+		t.Run(m.name, func(t *testing.T) { attack(newScenario(t, m)) })
 	}
 }
 
 // atBoth makes an attack at a port and in a cluster: it takes longer, and is the same wherever its messages come from.
-func atBoth(t *testing.T, attack func(s *scene)) {
-	for _, m := range meetings {
+func atBoth(t *testing.T, attack func(s *scenario)) {
+	for _, m := range deployments {
 		if m.name == "port" || m.name == "cluster-nkeys" {
-			t.Run(m.name, func(t *testing.T) { attack(newScene(t, m)) })
+			t.Run(m.name, func(t *testing.T) { attack(newScenario(t, m)) })
 		}
 	}
 }
 
-func newScene(t *testing.T, m meeting) *scene {
+func newScenario(t *testing.T, m deployment) *scenario {
 	t.Helper()
-	s := &scene{T: t, meeting: m}
+	s := &scenario{T: t, deployment: m}
 	var args []string
 	if m.tls {
 		s.authority = nettest.NewAuthority(t)
@@ -88,7 +88,7 @@ func newScene(t *testing.T, m meeting) *scene {
 }
 
 // url is the NATS server's; "" if there is none.
-func (s *scene) url() string {
+func (s *scenario) url() string {
 	switch {
 	case s.server == nil:
 		return ""
@@ -99,7 +99,7 @@ func (s *scene) url() string {
 }
 
 // config is an honest agent's. The attacker uses this machine too, so a peer that is slow is not gone.
-func (s *scene) config(role string) map[string]any {
+func (s *scenario) config(role string) map[string]any {
 	c := map[string]any{"role": role, "connect_timeout_s": bound.Seconds(), "peer_timeout_s": 10}
 	if s.cluster {
 		c["nats_url"] = s.url()
@@ -125,13 +125,13 @@ func (s *scene) config(role string) map[string]any {
 }
 
 // start starts an honest agent, with more in its configuration.
-func (s *scene) start(role string, more map[string]any) *victim {
+func (s *scenario) start(role string, more map[string]any) *victim {
 	s.Helper()
 	return s.startAs(exec.Command(os.Args[0]), "", role, more)
 }
 
 // startAs is start by a command, with blocks as ordered says.
-func (s *scene) startAs(cmd *exec.Cmd, order, role string, more map[string]any) *victim {
+func (s *scenario) startAs(cmd *exec.Cmd, order, role string, more map[string]any) *victim {
 	s.Helper()
 	c := s.config(role)
 	maps.Copy(c, more)
@@ -139,7 +139,7 @@ func (s *scene) startAs(cmd *exec.Cmd, order, role string, more map[string]any) 
 }
 
 // newcomers are decode agents that come while the attack goes on, and load.
-func (s *scene) newcomers(p *victim, when string, n int) *honest {
+func (s *scenario) newcomers(p *victim, when string, n int) *honest {
 	s.Helper()
 	h := &honest{}
 	for i := range n {
@@ -161,7 +161,7 @@ type rogue struct {
 }
 
 // options are what the attacker has: all that an engine of its own has, and its key.
-func (s *scene) options(role string) natsbus.Options {
+func (s *scenario) options(role string) natsbus.Options {
 	s.Helper()
 	o := natsbus.Options{Identity: natsbus.NewIdentity(), ClusterURL: s.url(), Token: s.token, OnlyTLS: s.tls, ConnectTimeout: bound}
 	if s.tls {
@@ -195,7 +195,7 @@ func insistent[T any](try func() (T, error)) (v T, err error) {
 }
 
 // open is an agent of the attacker's.
-func (s *scene) open(o natsbus.Options) *rogue {
+func (s *scenario) open(o natsbus.Options) *rogue {
 	s.Helper()
 	b, err := insistent(func() (*natsbus.Bus, error) { return natsbus.Open(o) })
 	if err != nil {
@@ -210,7 +210,7 @@ func (s *scene) open(o natsbus.Options) *rogue {
 }
 
 // decoder is a decode agent of the attacker's that has found a prefill engine.
-func (s *scene) decoder(p *victim) *rogue {
+func (s *scenario) decoder(p *victim) *rogue {
 	s.Helper()
 	r := s.open(s.options("decode"))
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
@@ -234,7 +234,7 @@ func (s *scene) decoder(p *victim) *rogue {
 }
 
 // met is decoder, after its hello; with the tickets that it got.
-func (s *scene) met(p *victim) (*rogue, []wire.Ticket) {
+func (s *scenario) met(p *victim) (*rogue, []wire.Ticket) {
 	s.Helper()
 	r := s.decoder(p)
 	rep, err := r.ask(p, aHello())
@@ -256,7 +256,7 @@ func (r *rogue) within(d time.Duration, p *victim, req *wire.Request) (*wire.Rep
 }
 
 // answer is that of a request that must be answered.
-func (s *scene) answer(r *rogue, p *victim, req *wire.Request) *wire.Reply {
+func (s *scenario) answer(r *rogue, p *victim, req *wire.Request) *wire.Reply {
 	s.Helper()
 	rep, err := r.ask(p, req)
 	if err != nil {

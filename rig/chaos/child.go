@@ -20,14 +20,14 @@ import (
 const (
 	openTimeout = 120 * time.Second
 	askTimeout  = 60 * time.Second
-	// orderQueue bounds the orders for a process that does not read, because it
+	// commandQueue bounds the commands for a process that does not read, because it
 	// is stopped.
-	orderQueue = 1 << 14
+	commandQueue = 1 << 14
 	// stderrKept is how much of a process's standard error is kept to be shown.
 	stderrKept = 8 << 10
 )
 
-// errDown: there is no process to give an order to.
+// errDown: there is no process to send a command to.
 var errDown = errors.New("the process is not up")
 
 // errCrashed: a process ended that the driver had not killed.
@@ -82,7 +82,7 @@ func (c *child) start(ctx context.Context) error {
 	c.mu.Unlock()
 	safe.Go("chaos child", func() { c.listen(p, life, out) })
 	open := c.open
-	answer, err := p.ask(ctx, order{Op: opOpen, Open: &open}, openTimeout)
+	answer, err := p.ask(ctx, command{Op: opOpen, Open: &open}, openTimeout)
 	if err == nil && answer.Error != "" {
 		err = errors.New(answer.Error)
 	}
@@ -98,7 +98,7 @@ func (c *child) start(ctx context.Context) error {
 }
 
 func spawn(self, env []string) (*process, io.Reader, error) {
-	p := &process{in: make(chan []byte, orderQueue), ended: make(chan struct{}), err: &tail{}, asked: map[uint64]chan event{}}
+	p := &process{in: make(chan []byte, commandQueue), ended: make(chan struct{}), err: &tail{}, asked: map[uint64]chan event{}}
 	p.cmd = exec.Command(self[0], self[1:]...)
 	p.cmd.Env = append(os.Environ(), env...)
 	p.cmd.Stderr = p.err
@@ -115,7 +115,7 @@ func spawn(self, env []string) (*process, io.Reader, error) {
 	if err := p.cmd.Start(); err != nil {
 		return nil, nil, err
 	}
-	safe.Go("chaos orders", func() {
+	safe.Go("chaos commands", func() {
 		defer in.Close()
 		for {
 			select {
@@ -170,7 +170,7 @@ func (c *child) listen(p *process, life int, out io.Reader) {
 	close(p.ended)
 }
 
-func (p *process) give(o order) error {
+func (p *process) send(o command) error {
 	line, err := json.Marshal(o)
 	if err != nil {
 		return err
@@ -181,18 +181,18 @@ func (p *process) give(o order) error {
 	case p.in <- append(line, '\n'):
 		return nil
 	default:
-		return fmt.Errorf("%d orders wait already", orderQueue)
+		return fmt.Errorf("%d commands wait already", commandQueue)
 	}
 }
 
-func (p *process) ask(ctx context.Context, o order, bound time.Duration) (event, error) {
+func (p *process) ask(ctx context.Context, o command, bound time.Duration) (event, error) {
 	answer := make(chan event, 1)
 	p.mu.Lock()
 	p.seq++
 	o.Seq = p.seq
 	p.asked[o.Seq] = answer
 	p.mu.Unlock()
-	if err := p.give(o); err != nil {
+	if err := p.send(o); err != nil {
 		return event{}, err
 	}
 	t := time.NewTimer(bound)
@@ -209,7 +209,7 @@ func (p *process) ask(ctx context.Context, o order, bound time.Duration) (event,
 	}
 }
 
-// up returns the process that orders go to, and which life it is.
+// up returns the process that commands go to, and which life it is.
 func (c *child) up() (*process, int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -219,8 +219,8 @@ func (c *child) up() (*process, int) {
 	return c.p, c.life
 }
 
-// ask gives an order and waits for its answer.
-func (c *child) ask(ctx context.Context, o order) (event, error) {
+// ask sends a command and waits for its answer.
+func (c *child) ask(ctx context.Context, o command) (event, error) {
 	p, _ := c.up()
 	if p == nil {
 		return event{}, fmt.Errorf("%s: %w", c.name, errDown)

@@ -3,7 +3,7 @@
 //
 // Run is the driver, and the router too. It tells P's and D's processes over their
 // standard input what to announce, offer, load and cancel, and they tell it the results.
-// Between D and P are ways that the driver breaks (rig/faultnet), and it kills and
+// Between D and P are relays that the driver breaks (rig/faultnet), and it kills and
 // stops the processes.
 //
 // The bytes are checked where they are (RunEngine). P fills blocks with a pattern that

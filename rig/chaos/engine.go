@@ -55,7 +55,7 @@ type held struct {
 	called int64
 }
 
-// RunEngine is the main function of an engine's process. It obeys the orders on in until
+// RunEngine is the main function of an engine's process. It runs the commands on in until
 // they end, and tells the events on out.
 func RunEngine(in io.Reader, out io.Writer) error {
 	e := &engine{out: json.NewEncoder(out), held: map[half]*held{}, next: map[string]bool{}}
@@ -71,9 +71,9 @@ func RunEngine(in io.Reader, out io.Writer) error {
 	sc := bufio.NewScanner(in)
 	sc.Buffer(nil, 16<<20)
 	for sc.Scan() {
-		var o order
+		var o command
 		if err := json.Unmarshal(sc.Bytes(), &o); err != nil {
-			return fmt.Errorf("order %.80q: %w", sc.Text(), err)
+			return fmt.Errorf("command %.80q: %w", sc.Text(), err)
 		}
 		if o.Op == opOpen {
 			err := e.open(o.Open)
@@ -88,9 +88,9 @@ func RunEngine(in io.Reader, out io.Writer) error {
 			continue
 		}
 		if e.agent == nil {
-			return fmt.Errorf("order %q before open", o.Op)
+			return fmt.Errorf("command %q before open", o.Op)
 		}
-		e.obey(&o)
+		e.run(&o)
 	}
 	return sc.Err()
 }
@@ -173,7 +173,7 @@ func (e *engine) watchClock(quit <-chan struct{}) {
 	}
 }
 
-func (e *engine) obey(o *order) {
+func (e *engine) run(o *command) {
 	switch o.Op {
 	case opAnnounce:
 		for _, it := range o.Items {
@@ -210,8 +210,8 @@ func (e *engine) obey(o *order) {
 			ev.Error = err.Error()
 		}
 		e.tell(ev)
-	case opLook:
-		e.tell(event{Op: evLook, Seq: o.Seq, Look: e.look(o.Paint)})
+	case opInspect:
+		e.tell(event{Op: evInspect, Seq: o.Seq, Inspection: e.inspect(o.Paint)})
 	case opSabotage:
 		e.sabotage(o.What)
 		e.tell(event{Op: evDone, Seq: o.Seq})
@@ -373,11 +373,11 @@ func (e *engine) sabotage(what string) {
 	e.next[what] = true
 }
 
-func (e *engine) look(paint bool) *look {
+func (e *engine) inspect(paint bool) *inspection {
 	s := e.agent.Stats()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	l := &look{Loads: s.LoadsUnderWay, Waiting: s.LoadsWaiting, Claims: s.LoadsClaimed, Offers: s.OffersUnderWay, Outstanding: s.Outstanding, Unread: s.Unread,
+	l := &inspection{Loads: s.LoadsUnderWay, Waiting: s.LoadsWaiting, Claims: s.LoadsClaimed, Offers: s.OffersUnderWay, Outstanding: s.Outstanding, Unread: s.Unread,
 		Free: len(e.mem.free), Blocks: e.mem.blocks, Goroutines: runtime.NumGoroutine()}
 	for h := range e.held {
 		if len(l.Held) == 16 {

@@ -22,21 +22,21 @@ import (
 type faultKind string
 
 const (
-	killP     faultKind = "SIGKILL of P"
-	killD     faultKind = "SIGKILL of D"
-	stopP     faultKind = "SIGSTOP of P"
-	stopD     faultKind = "SIGSTOP of D"
-	cutReset  faultKind = "cut, reset"
-	cutEnd    faultKind = "cut, in order"
-	halfClose faultKind = "half-close"
-	delay     faultKind = "delay"
-	throttle  faultKind = "throttle"
-	hole      faultKind = "black hole"
-	shut      faultKind = "cut and refused"
-	diskFull  faultKind = "disk full at P"
-	noFiles   faultKind = "no descriptors"
-	pathOff   faultKind = "a path off"
-	allOff    faultKind = "all paths off"
+	killP       faultKind = "SIGKILL of P"
+	killD       faultKind = "SIGKILL of D"
+	stopP       faultKind = "SIGSTOP of P"
+	stopD       faultKind = "SIGSTOP of D"
+	cutReset    faultKind = "cut, reset"
+	cutEnd      faultKind = "cut, in order"
+	halfClose   faultKind = "half-close"
+	delay       faultKind = "delay"
+	throttle    faultKind = "throttle"
+	blackHole   faultKind = "black hole"
+	refuseConns faultKind = "cut and refused"
+	diskFull    faultKind = "disk full at P"
+	noFiles     faultKind = "no descriptors"
+	pathOff     faultKind = "a path off"
+	allOff      faultKind = "all paths off"
 )
 
 // deadly: a half that was under way with the other side is lost for sure.
@@ -57,7 +57,7 @@ func IsKind(begin string) bool {
 
 var mixture = []weighted{
 	{killP, 20}, {killD, 8}, {stopP, 10}, {stopD, 8}, {cutReset, 10}, {cutEnd, 8}, {halfClose, 10},
-	{delay, 6}, {throttle, 6}, {hole, 8}, {shut, 4}, {diskFull, 3}, {noFiles, 4},
+	{delay, 6}, {throttle, 6}, {blackHole, 8}, {refuseConns, 4}, {diskFull, 3}, {noFiles, 4},
 }
 
 // pathMixture is added to mixture where there are paths.
@@ -237,27 +237,27 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	ofPair := func(e *entry) bool { return e.prefill == p && e.decode == d }
 	loadsFromP := func(e *entry) bool { return e.side == core.SideLoad && e.prefill == p }
 	offersToD := func(e *entry) bool { return e.side == core.SideOffer && e.decode == d }
-	w := f.ways[p][d]
-	ways := [][]*faultnet.Way{{w.boot}, {w.data}, {w.data}, w.each()}[pick%4]
-	if slices.Contains([]string{"rdma", "local", "auto"}, f.memory.Transport) { // no byte goes over a way of data: auto takes local here
-		ways = []*faultnet.Way{w.boot}
+	w := f.relays[p][d]
+	relays := [][]*faultnet.Relay{{w.boot}, {w.data}, {w.data}, w.each()}[pick%4]
+	if slices.Contains([]string{"rdma", "local", "auto"}, f.memory.Transport) { // no byte goes over a relay of data: auto takes local here
+		relays = []*faultnet.Relay{w.boot}
 	}
-	trouble := func(t faultnet.Trouble) func() {
+	impair := func(t faultnet.Impairment) func() {
 		return func() {
 			defer in.begin(kind, pair, ofPair)()
-			for _, w := range ways {
-				f.trouble(w, t)
+			for _, w := range relays {
+				f.impair(w, t)
 			}
 			_ = sleep.For(ctx, long)
-			for _, w := range ways {
-				f.calm(w)
+			for _, w := range relays {
+				f.restore(w)
 			}
 		}
 	}
-	cut := func(f func(*faultnet.Way)) func() {
+	cut := func(f func(*faultnet.Relay)) func() {
 		return func() {
 			defer in.begin(kind, pair, ofPair)()
-			for _, w := range ways {
+			for _, w := range relays {
 				f(w)
 			}
 		}
@@ -278,21 +278,21 @@ func (in *injector) make(ctx context.Context, kind faultKind, p, d int, long tim
 	case stopD:
 		return f.D[d].name, func() { in.stop(ctx, kind, f.D[d], offersToD, long) }
 	case cutReset:
-		return pair, cut(func(w *faultnet.Way) { w.Cut(true) })
+		return pair, cut(func(w *faultnet.Relay) { w.Cut(true) })
 	case cutEnd:
-		return pair, cut(func(w *faultnet.Way) { w.Cut(false) })
+		return pair, cut(func(w *faultnet.Relay) { w.Cut(false) })
 	case halfClose:
-		return pair, cut(func(w *faultnet.Way) { w.HalfClose(faultnet.Direction(pick >> 8 % 2)) })
+		return pair, cut(func(w *faultnet.Relay) { w.HalfClose(faultnet.Direction(pick >> 8 % 2)) })
 	case delay:
-		return pair, trouble(faultnet.Trouble{Delay: time.Duration(5+pick>>8%200) * time.Millisecond})
+		return pair, impair(faultnet.Impairment{Delay: time.Duration(5+pick>>8%200) * time.Millisecond})
 	case throttle:
-		return pair, trouble(faultnet.Trouble{Rate: 8 << 10 << (pick >> 8 % 8)})
-	case hole:
-		return pair, trouble(faultnet.Trouble{Hold: [][2]bool{{true, true}, {true, false}, {false, true}}[pick>>8%3]})
-	case shut:
-		refuse := trouble(faultnet.Trouble{Refuse: true})
+		return pair, impair(faultnet.Impairment{Rate: 8 << 10 << (pick >> 8 % 8)})
+	case blackHole:
+		return pair, impair(faultnet.Impairment{Hold: [][2]bool{{true, true}, {true, false}, {false, true}}[pick>>8%3]})
+	case refuseConns:
+		refuse := impair(faultnet.Impairment{Refuse: true})
 		return pair, func() {
-			for _, w := range ways {
+			for _, w := range relays {
 				w.Cut(true)
 			}
 			refuse()

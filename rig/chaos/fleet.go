@@ -30,7 +30,7 @@ type shape struct {
 	rate     int     // bytes a second of each data connection; 0 = any
 	perPair  int     // transfers at a time under load; 0 = perPair
 	paths    paths
-	host     string   // where P's engines listen, with no ways between; empty: prefillHost behind ways
+	host     string   // where P's engines listen, with no relays between; empty: prefillHost behind relays
 	decode   []string // the command of D's engines; nil: the same as P's
 }
 
@@ -41,27 +41,27 @@ func (s *shape) atOnce() int {
 	return perPair
 }
 
-// fleet is some P and D engines in processes of their own, and the ways
+// fleet is some P and D engines in processes of their own, and the relays
 // between each two.
 type fleet struct {
 	shape
-	led  *ledger
-	P, D []*child
-	ways [][]pairWays // by P, then by D
-	// isData tells the ways of data from those of the bootstrap port.
-	isData map[*faultnet.Way]bool
+	led    *ledger
+	P, D   []*child
+	relays [][]pairRelays // by P, then by D
+	// isData tells the relays of data from those of the bootstrap port.
+	isData map[*faultnet.Relay]bool
 	disk   *disk
 }
 
-// pairWays are the ways from one D to one P.
-type pairWays struct{ boot, data *faultnet.Way }
+// pairRelays are the relays from one D to one P.
+type pairRelays struct{ boot, data *faultnet.Relay }
 
-func (w pairWays) each() []*faultnet.Way { return []*faultnet.Way{w.boot, w.data} }
+func (w pairRelays) each() []*faultnet.Relay { return []*faultnet.Relay{w.boot, w.data} }
 
-// calm ends a way's trouble, all but the usual rate.
-func (f *fleet) calm(w *faultnet.Way) { f.trouble(w, faultnet.Trouble{}) }
+// restore ends a relay's impairment, all but the usual rate.
+func (f *fleet) restore(w *faultnet.Relay) { f.impair(w, faultnet.Impairment{}) }
 
-func (f *fleet) trouble(w *faultnet.Way, t faultnet.Trouble) {
+func (f *fleet) impair(w *faultnet.Relay, t faultnet.Impairment) {
 	if t.Rate == 0 && f.isData[w] {
 		t.Rate = f.rate
 	}
@@ -76,9 +76,9 @@ func at(host string, port int) string { return net.JoinHostPort(host, strconv.It
 
 func decodeHost(i int) string { return fmt.Sprintf("127.0.%d.1", 1+i) }
 
-// startFleet starts the processes and the ways.
+// startFleet starts the processes and the relays.
 func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fleet, err error) {
-	f := &fleet{shape: s, led: led, isData: map[*faultnet.Way]bool{}}
+	f := &fleet{shape: s, led: led, isData: map[*faultnet.Relay]bool{}}
 	defer func() {
 		if err != nil {
 			f.destroy()
@@ -89,14 +89,14 @@ func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fl
 	}
 	on := func(c *child, life int, ev event) { led.event(c.name, life, ev) }
 	for i := range s.prefills {
-		ports, ways, err := s.openWays()
+		ports, relays, err := s.openRelays()
 		if err != nil {
 			return nil, err
 		}
-		f.ways = append(f.ways, ways)
-		for _, w := range ways {
+		f.relays = append(f.relays, relays)
+		for _, w := range relays {
 			f.isData[w.data] = true
-			f.calm(w.data)
+			f.restore(w.data)
 		}
 		c := &child{name: fmt.Sprintf("%s/p%d", s.name, i), index: i, self: self, open: s.memory, on: on}
 		c.open.EngineID, c.open.Role, c.open.Host = fmt.Sprintf("p%d", i), node.RolePrefill, s.prefillHost()
@@ -128,13 +128,13 @@ func startFleet(ctx context.Context, self []string, s shape, led *ledger) (_ *fl
 
 func (f *fleet) all() []*child { return append(append([]*child(nil), f.P...), f.D...) }
 
-// openWays finds two ports that are free for a P and for its ways, below those
+// openRelays finds two ports that are free for a P and for its relays, below those
 // that systems give to connections.
-func (s *shape) openWays() (ports [2]int, ways []pairWays, err error) {
+func (s *shape) openRelays() (ports [2]int, relays []pairRelays, err error) {
 	for range 50 {
 		ports = [2]int{20000 + rand.IntN(12000), 20000 + rand.IntN(12000)}
-		if ways, err = s.waysTo(ports); err == nil {
-			return ports, ways, nil
+		if relays, err = s.relaysTo(ports); err == nil {
+			return ports, relays, nil
 		}
 	}
 	return ports, nil, fmt.Errorf("no free ports: %w", err)
@@ -147,10 +147,10 @@ func (s *shape) prefillHost() string {
 	return prefillHost
 }
 
-func (s *shape) waysTo(ports [2]int) (ways []pairWays, err error) {
+func (s *shape) relaysTo(ports [2]int) (relays []pairRelays, err error) {
 	defer func() {
 		if err != nil {
-			closeWays(ways)
+			closeRelays(relays)
 		}
 	}()
 	for _, port := range ports {
@@ -164,22 +164,22 @@ func (s *shape) waysTo(ports [2]int) (ways []pairWays, err error) {
 		return nil, nil
 	}
 	for i := range s.decodes {
-		var both [2]*faultnet.Way
+		var both [2]*faultnet.Relay
 		for k, port := range ports {
 			if both[k], err = faultnet.Open(at(decodeHost(i), port), at(prefillHost, port)); err != nil {
 				if both[0] != nil {
 					both[0].Close()
 				}
-				return ways, err
+				return relays, err
 			}
 		}
-		ways = append(ways, pairWays{both[0], both[1]})
+		relays = append(relays, pairRelays{both[0], both[1]})
 	}
-	return ways, nil
+	return relays, nil
 }
 
-func closeWays(ways []pairWays) {
-	for _, w := range ways {
+func closeRelays(relays []pairRelays) {
+	for _, w := range relays {
 		w.boot.Close()
 		w.data.Close()
 	}
@@ -190,21 +190,21 @@ func (f *fleet) target(p, d int) *core.Target {
 	open := &f.P[p].open
 	address := at(open.Host, open.BootstrapPort)
 	if f.host == "" {
-		address = f.ways[p][d].boot.Addr()
+		address = f.relays[p][d].boot.Addr()
 	}
 	return &core.Target{Bootstrap: "http://" + address, EngineID: open.EngineID}
 }
 
-// heal ends all faults: processes run, ways pass, and the dead are started again.
+// heal ends all faults: processes run, relays pass, and the dead are started again.
 func (f *fleet) heal(ctx context.Context) error {
 	f.disk.empty()
 	if err := f.paths.set(f.paths.all(), pathIsOn); err != nil {
 		return err
 	}
-	for _, ways := range f.ways {
-		for _, w := range ways {
+	for _, relays := range f.relays {
+		for _, w := range relays {
 			for _, w := range w.each() {
-				f.calm(w)
+				f.restore(w)
 			}
 		}
 	}
@@ -219,15 +219,15 @@ func (f *fleet) heal(ctx context.Context) error {
 	return nil
 }
 
-// looks asks each process for its state.
-func (f *fleet) looks(ctx context.Context, paint bool) (map[string]*look, error) {
-	out := map[string]*look{}
+// inspections asks each process for its state.
+func (f *fleet) inspections(ctx context.Context, paint bool) (map[string]*inspection, error) {
+	out := map[string]*inspection{}
 	for _, c := range f.all() {
-		ev, err := c.ask(ctx, order{Op: opLook, Paint: paint})
+		ev, err := c.ask(ctx, command{Op: opInspect, Paint: paint})
 		if err != nil {
 			return out, err
 		}
-		out[c.name] = ev.Look
+		out[c.name] = ev.Inspection
 	}
 	return out, nil
 }
@@ -237,13 +237,13 @@ func (f *fleet) looks(ctx context.Context, paint bool) (map[string]*look, error)
 func (f *fleet) drain(ctx context.Context, bound time.Duration) error {
 	start := now()
 	for {
-		looks, err := f.looks(ctx, false)
+		states, err := f.inspections(ctx, false)
 		if err != nil {
 			return err
 		}
 		var left []string
-		for _, name := range sortedKeys(looks) {
-			if l := looks[name]; !l.quiet() {
+		for _, name := range sortedKeys(states) {
+			if l := states[name]; !l.quiet() {
 				left = append(left, fmt.Sprintf("%s: %d loads, %d offers, %d reports owed, %d unread, blocks held by %v", name, l.Loads, l.Offers, l.Outstanding, l.Unread, l.Held))
 			}
 		}
@@ -264,12 +264,12 @@ func (f *fleet) drain(ctx context.Context, bound time.Duration) error {
 			return err
 		}
 	}
-	looks, err := f.looks(ctx, true)
+	states, err := f.inspections(ctx, true)
 	if err != nil {
 		return err
 	}
-	for _, name := range sortedKeys(looks) {
-		if l := looks[name]; l.Free != l.Blocks {
+	for _, name := range sortedKeys(states) {
+		if l := states[name]; l.Free != l.Blocks {
 			f.led.problem("lost blocks: %s has %d of %d, and nothing is under way", name, l.Free, l.Blocks)
 		}
 	}
@@ -304,8 +304,8 @@ func (f *fleet) destroy() {
 	for _, c := range f.all() {
 		c.kill()
 	}
-	for _, ways := range f.ways {
-		closeWays(ways)
+	for _, relays := range f.relays {
+		closeRelays(relays)
 	}
 	if f.disk != nil {
 		f.disk.close()
@@ -322,13 +322,13 @@ type counts struct {
 }
 
 func (f *fleet) counts(ctx context.Context) (map[string]counts, error) {
-	looks, err := f.looks(ctx, false)
+	states, err := f.inspections(ctx, false)
 	if err != nil {
 		return nil, err
 	}
 	out := map[string]counts{}
 	for _, c := range f.all() {
-		n := counts{Goroutines: looks[c.name].Goroutines, Heap: looks[c.name].HeapBytes}
+		n := counts{Goroutines: states[c.name].Goroutines, Heap: states[c.name].HeapBytes}
 		pid := c.pid()
 		if fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)); err == nil {
 			n.Files = len(fds)

@@ -185,7 +185,7 @@ func (l *ledger) end(e *entry, s halfState) {
 	close(e.done)
 }
 
-// void ends a half whose order could not be given.
+// void ends a half whose command could not be given.
 func (l *ledger) void(e *entry) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -86,7 +86,7 @@ func (f *fleet) announce(p int, items []item) error {
 	if proc == nil {
 		return fmt.Errorf("%s: %w", f.P[p].name, errDown)
 	}
-	return proc.give(order{Op: opAnnounce, Items: items})
+	return proc.send(command{Op: opAnnounce, Items: items})
 }
 
 // cancel cancels transfers at a process, in one call.
@@ -98,7 +98,7 @@ func (f *fleet) cancel(c *child, items []item, entries []*entry) error {
 	if proc == nil {
 		return fmt.Errorf("%s: %w", c.name, errDown)
 	}
-	return proc.give(order{Op: opCancel, Items: items, Reason: "the router cancels"})
+	return proc.send(command{Op: opCancel, Items: items, Reason: "the router cancels"})
 }
 
 // runBurst: 10,000 loads at once on one agent. The calls over the bound are refused, with
@@ -112,7 +112,7 @@ func runBurst(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		if err != nil {
 			return "", err
 		}
-		if _, err := f.D[0].ask(ctx, order{Op: opLook}); err != nil { // all calls have been told
+		if _, err := f.D[0].ask(ctx, command{Op: opInspect}); err != nil { // all calls have been told
 			return "", err
 		}
 		var accepted []item
@@ -177,15 +177,15 @@ func runStorm(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 // waiting waits until P has that many loads and claims of D d.
 func (f *fleet) waiting(ctx context.Context, d, loads, claims int) error {
 	for end := time.Now().Add(askTimeout); ; {
-		ev, err := f.D[d].ask(ctx, order{Op: opLook})
+		ev, err := f.D[d].ask(ctx, command{Op: opInspect})
 		if err != nil {
 			return err
 		}
-		if ev.Look.Waiting >= loads && ev.Look.Claims >= claims {
+		if ev.Inspection.Waiting >= loads && ev.Inspection.Claims >= claims {
 			return nil
 		}
 		if time.Now().After(end) {
-			return fmt.Errorf("there are %d loads and %d claims of %s that P knows of, want %d and %d", ev.Look.Waiting, ev.Look.Claims, f.D[d].name, loads, claims)
+			return fmt.Errorf("there are %d loads and %d claims of %s that P knows of, want %d and %d", ev.Inspection.Waiting, ev.Inspection.Claims, f.D[d].name, loads, claims)
 		}
 		_ = sleep.For(ctx, 20*time.Millisecond)
 	}

@@ -94,7 +94,7 @@ func runAllPaths(ctx context.Context, opt *Options, led *ledger) (partRow, error
 }
 
 // losePaths loses one path after the other in each of the ways, and then all.
-func losePaths(ctx context.Context, opt *Options, led *ledger, name string, ways []string) (partRow, error) {
+func losePaths(ctx context.Context, opt *Options, led *ledger, name string, relays []string) (partRow, error) {
 	if opt.Paths == 0 {
 		return partRow{}, nil
 	}
@@ -104,8 +104,8 @@ func losePaths(ctx context.Context, opt *Options, led *ledger, name string, ways
 		r := &pathRun{f: f, opt: opt}
 		whole := r.stream(ctx, func() error { _ = sleep.For(ctx, time.Second); return nil })
 		r.well(whole.hit, "rdma")
-		r.say("%d transfers of %d MiB at a time take %s ms", pathTransfers, pathBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
-		for _, how := range ways {
+		r.log("%d transfers of %d MiB at a time take %s ms", pathTransfers, pathBlocks*s.memory.Regions*s.memory.BlockBytes>>20, milliseconds(r.took(whole.hit)))
+		for _, how := range relays {
 			for _, path := range f.paths.all() {
 				if opt.Paths == 1 || ctx.Err() != nil || !r.oneLost(ctx, path, how) {
 					break
@@ -124,7 +124,7 @@ type pathRun struct {
 	words []string
 }
 
-func (r *pathRun) say(format string, args ...any) {
+func (r *pathRun) log(format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
 	r.opt.Progress("paths: %s", text)
 	r.words = append(r.words, text)
@@ -183,7 +183,7 @@ func (r *pathRun) carry(ctx context.Context, blocks int, begun func(*entry)) *en
 	it := item{ID: core.TransferID(fmt.Sprint(f.name, "-stream-", n)), Tag: mix(n << 16), Blocks: blocks, From: f.target(0, 0)}
 	offers, err := f.offers(0, 0, []item{it})
 	if err == nil {
-		_, err = f.P[0].ask(ctx, order{Op: opLook}) // it has filled its blocks
+		_, err = f.P[0].ask(ctx, command{Op: opInspect}) // it has filled its blocks
 	}
 	var loads []*entry
 	if err == nil {
@@ -245,9 +245,9 @@ func (r *pathRun) well(loads []*entry, transport string) (ok bool) {
 func (r *pathRun) oneLost(ctx context.Context, path int, how string) bool {
 	b := r.stream(ctx, func() error { return r.f.paths.set([]int{path}, how) })
 	if b.fault != nil {
-		r.say("path %d %s: not run: %v", path, how, b.fault)
+		r.log("path %d %s: not run: %v", path, how, b.fault)
 	} else if r.well(b.hit, "rdma") {
-		r.say("path %d %s: they take %s ms", path, how, milliseconds(r.took(b.hit)))
+		r.log("path %d %s: they take %s ms", path, how, milliseconds(r.took(b.hit)))
 	}
 	if how == pathIsThin && b.fault == nil {
 		r.thin(ctx, path)
@@ -293,7 +293,7 @@ func (r *pathRun) thin(ctx context.Context, path int) {
 	if given > 3*pathShare {
 		r.f.led.problem("paths: path %d swallows large packets, and was given %d packets after it was found out, within %v", path, given, thinFor)
 	}
-	r.say("tried with %d packets within %v", given, thinFor)
+	r.log("tried with %d packets within %v", given, thinFor)
 }
 
 // gives carries a transfer. It says how many packets a path has got of that transfer and of
@@ -327,7 +327,7 @@ func (r *pathRun) used(ctx context.Context, path int) {
 		}
 		total += n
 	}
-	r.say("on, and used after %s ms", milliseconds(time.Since(start)))
+	r.log("on, and used after %s ms", milliseconds(time.Since(start)))
 }
 
 // back carries transfers until one goes by rdma. It says how many went another way before
@@ -360,10 +360,10 @@ func (r *pathRun) allLost(ctx context.Context) {
 	f := r.f
 	b := r.stream(ctx, func() error { return f.paths.set(f.paths.all(), pathIsOff) })
 	if b.fault != nil {
-		r.say("all paths off: not run: %v", b.fault)
+		r.log("all paths off: not run: %v", b.fault)
 		return
 	}
-	r.say("all paths off: %s", f.led.tell(b.hit, math.MaxInt64))
+	r.log("all paths off: %s", f.led.tell(b.hit, math.MaxInt64))
 	f.led.mu.Lock()
 	for _, e := range b.hit {
 		if e.code != core.OK && e.reason == "" {
@@ -383,13 +383,13 @@ func (r *pathRun) allLost(ctx context.Context) {
 			f.led.addProblem("paths: without a path %s: %s: %q, want an error that says why", e.id, e.outcome(), reason)
 		}
 		f.led.mu.Unlock()
-		r.say("a new one fails after %s ms: %s", milliseconds(r.took(next)), reason)
+		r.log("a new one fails after %s ms: %s", milliseconds(r.took(next)), reason)
 	} else if r.well(next, "tcp") {
-		r.say("a new one goes by tcp in %s ms", milliseconds(r.took(next)))
+		r.log("a new one goes by tcp in %s ms", milliseconds(r.took(next)))
 	}
 	if err := f.paths.set(f.paths.all(), pathIsOn); err != nil {
 		f.led.problem("paths: %v", err)
 	}
 	others, after := r.back(ctx)
-	r.say("on again: by rdma after %s ms and %d others", milliseconds(after), others)
+	r.log("on again: by rdma after %s ms and %d others", milliseconds(after), others)
 }

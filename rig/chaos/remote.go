@@ -16,7 +16,7 @@ import (
 // other.
 const meetBound = 2 * time.Minute
 
-// ServeEngine is RunEngine for a driver on another host: it takes the orders of the first
+// ServeEngine is RunEngine for a driver on another host: it takes the commands of the first
 // driver that connects to address. Nothing proves which driver that is: ServeEngine is for
 // tests, on a network of their own.
 func ServeEngine(ctx context.Context, address string) error {

@@ -29,14 +29,14 @@ func TestRelay(t *testing.T) {
 	defer cancel()
 	served, relayed := make(chan error, 1), make(chan error, 1)
 	go func() { served <- ServeEngine(ctx, address) }()
-	in, orders := io.Pipe()
+	in, commands := io.Pipe()
 	events, out := io.Pipe()
 	go func() {
 		relayed <- Relay(ctx, address, in, out)
 		out.Close()
 	}()
 	open := opening{EngineID: "d0", Role: node.RoleDecode, Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 16, Regions: 1, Blocks: 4, BlockBytes: 4096}
-	if err := json.NewEncoder(orders).Encode(order{Op: opOpen, Seq: 7, Open: &open}); err != nil {
+	if err := json.NewEncoder(commands).Encode(command{Op: opOpen, Seq: 7, Open: &open}); err != nil {
 		t.Fatal(err)
 	}
 	sc := bufio.NewScanner(events)
@@ -44,7 +44,7 @@ func TestRelay(t *testing.T) {
 	if !sc.Scan() || json.Unmarshal(sc.Bytes(), &ev) != nil || ev.Op != evOpened || ev.Seq != 7 || ev.Error != "" || ev.Agent == "" {
 		t.Errorf("the engine says %q, want that it is open", sc.Text())
 	}
-	orders.Close()
+	commands.Close()
 	for sc.Scan() {
 	}
 	if err := <-relayed; err != nil {

@@ -108,7 +108,7 @@ func (f *fleet) call(c *child, p *process, life int, side core.Side, prefill, de
 	if side == core.SideLoad {
 		op = opLoad
 	}
-	if p.give(order{Op: op, Items: items}) != nil {
+	if p.send(command{Op: op, Items: items}) != nil {
 		for _, e := range entries {
 			f.led.void(e)
 		}
@@ -136,11 +136,11 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 		at time.Duration
 		do func()
 	}
-	one := func(o order, p *process) error {
+	one := func(o command, p *process) error {
 		if p == nil {
 			return errDown
 		}
-		return p.give(o)
+		return p.send(o)
 	}
 	call := func(c *child, p *process, life int, side core.Side, it item) *entry {
 		if p == nil {
@@ -154,12 +154,12 @@ func (f *fleet) carry(ctx context.Context, pl plan) transfer {
 				f.led.cancel(e)
 			}
 		}
-		_ = one(order{Op: opCancel, Items: []item{{ID: pl.id}}, Reason: why}, p)
+		_ = one(command{Op: opCancel, Items: []item{{ID: pl.id}}, Reason: why}, p)
 	}
 	steps := []step{
-		{pl.announce, func() { _ = one(order{Op: opAnnounce, Items: []item{{ID: pl.id}}}, prefill) }},
+		{pl.announce, func() { _ = one(command{Op: opAnnounce, Items: []item{{ID: pl.id}}}, prefill) }},
 		{pl.claim, func() {
-			_ = one(order{Op: opClaim, Items: []item{{ID: pl.id, From: f.target(pl.p, pl.d)}}}, decode)
+			_ = one(command{Op: opClaim, Items: []item{{ID: pl.id, From: f.target(pl.p, pl.d)}}}, decode)
 		}},
 		{pl.offer, func() {
 			t.offer = call(P, prefill, prefillLife, core.SideOffer, item{ID: pl.id, Tag: pl.tag, Blocks: pl.offered})

@@ -86,8 +86,8 @@ func Run(ctx context.Context, opt Options) (*Result, error) {
 			return nil, cause(ctx, "faults", err)
 		}
 	}
-	// The parts blip, orphans and deaf wait most of the time, so they run side by side.
-	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"blip", runBlip}, {"orphans", runOrphans}, {"deaf", runDeaf}}, {{"paths", runPaths}}, {{allPaths, runAllPaths}}} {
+	// The parts reset, orphans and stalled wait most of the time, so they run side by side.
+	for _, group := range [][]part{{{"burst", runBurst}}, {{"storm", runStorm}}, {{"slow", runSlow}}, {{"reset", runReset}, {"orphans", runOrphans}, {"stalled", runStalled}}, {{"paths", runPaths}}, {{allPaths, runAllPaths}}} {
 		rows := make([]partRow, len(group))
 		errs := make([]error, len(group))
 		var wg sync.WaitGroup
@@ -116,7 +116,7 @@ const allPaths = "all-paths"
 
 // PartNames are the names of a run's parts.
 func PartNames() []string {
-	return []string{"faults", "burst", "storm", "slow", "blip", "orphans", "deaf", "paths", allPaths}
+	return []string{"faults", "burst", "storm", "slow", "reset", "orphans", "stalled", "paths", allPaths}
 }
 
 // part is one part of the overload.
@@ -234,7 +234,7 @@ func runFaults(ctx context.Context, opt *Options, led *ledger, res *Result) erro
 func (f *fleet) sabotageAll(ctx context.Context, what []string) error {
 	for _, s := range what {
 		for _, c := range []*child{f.P[len(f.P)-1], f.D[len(f.D)-1]} {
-			if _, err := c.ask(ctx, order{Op: opSabotage, What: s}); err != nil {
+			if _, err := c.ask(ctx, command{Op: opSabotage, What: s}); err != nil {
 				return err
 			}
 		}

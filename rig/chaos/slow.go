@@ -37,7 +37,7 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		alone := f.steady(ctx, opt.window(), fast)
 		var under []*entry
 		for d := range many {
-			f.ways[0][d].data.Set(faultnet.Trouble{Rate: dripRate})
+			f.relays[0][d].data.Set(faultnet.Impairment{Rate: dripRate})
 			items := f.items(fmt.Sprint("slow", d), 8, 0, d)
 			for i := range items {
 				items[i].Blocks = 4
@@ -55,7 +55,7 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		start := now()
 		dripping := f.beside(ctx, opt, fast, alone)
 		for d := range many {
-			f.ways[0][d].data.Set(faultnet.Trouble{Rate: slowRate})
+			f.relays[0][d].data.Set(faultnet.Impairment{Rate: slowRate})
 		}
 		throttled := f.beside(ctx, opt, fast, alone)
 		for d := range many {
@@ -64,7 +64,7 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 		stopped := f.beside(ctx, opt, fast, alone)
 		for d := range many {
 			f.D[d].signal(syscall.SIGCONT)
-			f.calm(f.ways[0][d].data)
+			f.restore(f.relays[0][d].data)
 		}
 		await(ctx, under, opt.drain)
 		alone = f.again(ctx, opt, fast, alone)

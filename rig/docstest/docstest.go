@@ -10,10 +10,10 @@ import (
 
 var write = flag.Bool("docs", false, "write the generated parts of the pages anew")
 
-// Hold fails the test unless the page's part of that name has the text. The part begins
+// Check fails the test unless the page's part of that name has the text. The part begins
 // with a line "<!-- NAME: written by go test ./PACKAGE -run TEST -docs -->" and ends with
 // "<!-- /NAME -->". With the flag -docs, Hold writes it.
-func Hold(t *testing.T, path, name, text string) {
+func Check(t *testing.T, path, name, text string) {
 	t.Helper()
 	b, err := os.ReadFile(path)
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 )
 
 // The lean engine's answers are the other one's, to a real client.
-func TestLeanIsAsHandler(t *testing.T) {
+func TestMinimalIsAsHandler(t *testing.T) {
 	leaktest.Check(t)
 	o := Options{Model: "m", Chunks: 3}
 	srv := httptest.NewServer(Handler(o))
@@ -22,7 +22,7 @@ func TestLeanIsAsHandler(t *testing.T) {
 		t.Fatal(err)
 	}
 	ended := make(chan struct{})
-	go func() { defer close(ended); Lean(l, o) }()
+	go func() { defer close(ended); Minimal(l, o) }()
 	tr := &http.Transport{}
 	client := &http.Client{Transport: tr}
 	ask := func(url, method, body string) string {

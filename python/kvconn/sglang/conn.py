@@ -20,7 +20,7 @@ except ImportError:
     _common = None  # type: ignore[assignment]
 
 from ..errors import KvconnError
-from . import again
+from . import recompute
 from . import rooms as _rooms
 from . import start as begin
 from .layout import Layout, ids
@@ -136,7 +136,7 @@ class KVConnManager(_Manager):
         request, self.coming = self.coming, None
         if request is None or request.bootstrap_room != bootstrap_room:
             return self.rooms.open(bootstrap_room)
-        prompt, turn = again.prompt_and_turn(request)
+        prompt, turn = recompute.prompt_and_turn(request)
         why = ""
         if getattr(request, "lora_id", None) is not None:
             prompt, why = self.adapters.of_prompt(request, prompt)
@@ -168,7 +168,7 @@ class KVConnManager(_Manager):
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
         """Has the prefill engine compute a retracted request again. All ranks get this call; only the rank that answers asks."""
         if self.parallel.answers:
-            again.prefill(kv_receiver, payload, self.waiting_timeout)
+            recompute.prefill(kv_receiver, payload, self.waiting_timeout)
 
     def teardown(self) -> None:
         """Ends the manager: SGLang makes another one for the engine's other role. SGLang calls this when no request is left.

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .access import Access
-from .again import Prefills
 from .allow import RefusedError, RouteError
 from .params import MAX_TRANSFERS
+from .recompute import Prefills
 
 logger = logging.getLogger("kvconn.sglang")
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 
+from .compat import understood
 from .groups import make_groups, transfer_groups
 from .interface import unknown
 from .layout import Heads
@@ -24,7 +25,6 @@ from .metadata import KVConnHandshake, KVConnMetadata
 from .names import OWN, PUSH, named
 from .names import register as _register
 from .nixl_metrics import NixlPromMetrics
-from .others import understood
 from .params import (
     IDLE_WAIT_MS,
     LAYERS,

@@ -17,7 +17,7 @@ from ..errors import InvalidError, TransferError
 from ..types import Claim, Offer, PartialOffer
 from .hand_over import hand_over
 from .layout import Heads, make_regions, regions_by_layer
-from .lines import Lines
+from .load_log import LoadLog
 from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
 from .moments import DeviceMoments, HostMoments, device_of, moments_of
 from .stats import KVConnStats, Recorder, reason_of
@@ -62,7 +62,7 @@ class WorkerSide:
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # the connector's own time on this step
         self._posted_s = 0.0  # for each load of the last call
-        self._lines = Lines()
+        self._load_log = LoadLog()
         self._closed = False
 
     @property
@@ -372,7 +372,7 @@ class WorkerSide:
             logger.log(level, "request %s: its cache was not loaded: %s", work.req_id, completion.reason)
             self._report_failed(work)
             return
-        self._lines.put(completion, work, loading.since)
+        self._load_log.put(completion, work, loading.since)
         self._reports.received.add(work.req_id)
 
     def _count(self, completion: Any, posted_s: float = 0.0) -> None:
@@ -392,4 +392,4 @@ class WorkerSide:
             self._closed = True
             self._step, self._marks = None, None  # the marks' memory may be another agent's next
             self._try(self._agent.close, "close")
-            self._lines.close()
+            self._load_log.close()

@@ -29,7 +29,7 @@ func cardReaches() error {
 		}
 	}
 	for i, id := range ids {
-		region := kv.Region{Name: "trial", Base: gpus[0]().Far(bytes).Address(), BlockStride: bytes, BlockBytes: bytes, NumBlocks: 1}
+		region := kv.Region{Name: "trial", Base: gpus[0]().NewDeviceMemory(bytes).Address(), BlockStride: bytes, BlockBytes: bytes, NumBlocks: 1}
 		l, err := kv.NewLayout([]kv.Region{region})
 		if err != nil {
 			return err

@@ -26,8 +26,8 @@ const (
 	suiteName = "suite"
 	// limit is the longest that a run may take: on the double and on GPUs it takes half a minute.
 	limit = 5 * time.Minute
-	// lastWords is so much of what is said of a case, or after the last one, as is kept.
-	lastWords = 4000
+	// maxKeptOutput is so much of what is said of a case, or after the last one, as is kept.
+	maxKeptOutput = 4000
 )
 
 // result is what came of a run.
@@ -172,9 +172,9 @@ func caseOf(test string) string {
 
 // keep appends a line. Of much text the begin is kept, where the cause stands.
 func keep(text, line string) string {
-	if len(text) >= lastWords {
+	if len(text) >= maxKeptOutput {
 		return text
 	}
 	text += line + "\n"
-	return text[:min(len(text), lastWords)]
+	return text[:min(len(text), maxKeptOutput)]
 }

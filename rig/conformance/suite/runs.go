@@ -66,14 +66,14 @@ func sends(id core.AgentID) bool    { return !receives(id) }
 func far(device int) func(*testing.T, int) coretest.Far {
 	return func(t *testing.T, size int) coretest.Far {
 		gpus[device]()
-		return engine.New(t, device).Far(size)
+		return engine.New(t, device).NewDeviceMemory(size)
 	}
 }
 
 func mapped(device int) func(*testing.T, int) coretest.Far {
 	return func(t *testing.T, size int) coretest.Far {
 		gpus[device]()
-		return engine.New(t, device).FarMapped(size)
+		return engine.New(t, device).NewMappedMemory(size)
 	}
 }
 

@@ -76,7 +76,7 @@ func TestParse(t *testing.T) {
 		t.Errorf("%+v\n%q", whole, rest)
 	}
 	cut, _ := parse(strings.NewReader(text + mark + "=== RUN   suite/close\n    panic: this" + strings.Repeat("\nmany lines", 9999)))
-	if len(cut) != 3 || cut[2].OK || cut[2].Case != "close" || !strings.HasPrefix(cut[2].Reason, "it did not end: panic: this\n") || len(cut[2].Reason) > lastWords+100 {
+	if len(cut) != 3 || cut[2].OK || cut[2].Case != "close" || !strings.HasPrefix(cut[2].Reason, "it did not end: panic: this\n") || len(cut[2].Reason) > maxKeptOutput+100 {
 		t.Errorf("%+v", cut)
 	}
 }

@@ -13,7 +13,7 @@ import (
 
 // node is what package node does around a machine: one goroutine performs the actions of core.OfMemory in
 // order, another one the rest (run.go), a table holds the peers (peers.go), a queue for each peer holds what is
-// to be said to it (peerqueue.go, say.go), and serve.go answers requests.
+// to be said to it (peerqueue.go, messages.go), and serve.go answers requests.
 type node struct {
 	memory     todo // actions of core.OfMemory
 	control    todo // the others

@@ -1,0 +1,352 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/core/machine"
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/wire"
+)
+
+// ErrNotRegistered: a transfer was asked for before RegisterKVCaches.
+var ErrNotRegistered = errors.New("no KV caches are registered")
+
+type agentState int
+
+const (
+	stateOpen agentState = iota
+	stateRegistering
+	stateRegistered
+	stateClosing
+	stateClosed
+)
+
+// lockedMachine holds an agent's halves of transfers: the machine that decides about them,
+// its lock and clock, and the actions that wait to be performed.
+type lockedMachine struct {
+	clock   core.Clock
+	reports Reports
+	ended   func(core.Report) core.Report // completes a report for the engine; called under the lock
+
+	mu          sync.Mutex
+	state       agentState
+	machine     *machine.Machine
+	outstanding int         // accepted offers and loads without a report
+	memory      actionQueue // actions of core.OfMemory
+	control     actionQueue // the others; it is woken while the machine is busy, too
+	reads       []*readWait
+}
+
+// actionQueue holds actions that wait for the goroutine that performs them, in their order. The lock of the halves guards it.
+type actionQueue struct {
+	wake       chan struct{} // holds a value when there are some
+	list       []core.Action
+	writes     map[core.TransferID]int // of each transfer, the place of a Write to which more may be given
+	performing bool                    // the goroutine has taken some and is not done
+}
+
+func newActionQueue() actionQueue {
+	return actionQueue{wake: make(chan struct{}, 1), writes: map[core.TransferID]int{}}
+}
+
+// add adds an action. If a Write extends one that waits too, the two become one: so the list does not grow with each layer while the
+// driver does not answer.
+func (q *actionQueue) add(act core.Action) {
+	switch v := act.(type) {
+	case core.Write:
+		if i, waits := q.writes[v.ID]; waits && v.Extends && !fault.On("node-writes-apart") {
+			first := q.list[i].(core.Write)
+			v.Begin, v.Extends = first.Begin, first.Extends
+			q.list[i] = v
+			return
+		}
+		q.writes[v.ID] = len(q.list)
+	case core.StopWrite:
+		delete(q.writes, v.ID)
+	}
+	q.list = append(q.list, act)
+}
+
+func (q *actionQueue) signal() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (q *actionQueue) idle() bool { return len(q.list) == 0 && !q.performing }
+
+// readWait is a call that waits until blocks are read no more.
+type readWait struct {
+	ids  []core.TransferID // whose blocks may be read
+	done chan struct{}
+}
+
+// mayCall says why a call is not possible now; the lock is held.
+func (m *lockedMachine) mayCall(want agentState) error {
+	switch {
+	case m.state >= stateClosing:
+		return core.ErrClosed
+	case want == stateOpen && m.state != stateOpen:
+		return fmt.Errorf("%w: KV caches are registered already", core.ErrDuplicate)
+	case want == stateRegistered && m.state != stateRegistered:
+		return fmt.Errorf("%w: call register_kv_caches first", ErrNotRegistered)
+	}
+	return nil
+}
+
+// setState goes from one state to another and calls with under the lock. If the agent is in
+// another state than from, because it was closed meanwhile, setState does neither.
+func (m *lockedMachine) setState(from, to agentState, with func()) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if from == stateOpen {
+		if err := m.mayCall(stateOpen); err != nil {
+			return err
+		}
+	}
+	if m.state != from {
+		return core.ErrClosed
+	}
+	m.state = to
+	if with != nil {
+		with()
+	}
+	return nil
+}
+
+// close ends all halves; false if they were closed before.
+func (m *lockedMachine) close() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.state >= stateClosing {
+		return false
+	}
+	m.state = stateClosing
+	if m.machine != nil {
+		m.step(m.clock.Now(), core.Close{})
+	}
+	return true
+}
+
+// whileRegistered calls f under the lock and says that it did, if calls of the
+// engine are possible now.
+func (m *lockedMachine) whileRegistered(f func()) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.state != stateRegistered {
+		return false
+	}
+	f()
+	return true
+}
+
+// call is a call of the engine: f runs under the lock.
+func (m *lockedMachine) call(f func(now time.Time) error) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := m.mayCall(stateRegistered); err != nil {
+		return err
+	}
+	return f(m.clock.Now())
+}
+
+// request takes an event of the engine, or says why not; the lock is held.
+func (m *lockedMachine) request(now time.Time, e core.Event) error {
+	if refused, ok := m.step(now, e).(core.Refuse); ok {
+		return refused.Err
+	}
+	return nil
+}
+
+// each accepts a batch in order, up to the first element that is refused; n is the
+// number of elements before it. The engine gets as many reports of each element.
+func each[T any](m *lockedMachine, list []T, reports int, accept func(now time.Time, v T) error) (n int, err error) {
+	err = m.call(func(now time.Time) error {
+		for _, v := range list {
+			if err := m.fits(reports); err != nil {
+				return err
+			}
+			m.outstanding += reports
+			if err := accept(now, v); err != nil {
+				m.outstanding -= reports
+				return err
+			}
+			n++
+		}
+		return nil
+	})
+	return n, err
+}
+
+// OfferPartial accepts parts of transfers.
+func (m *lockedMachine) OfferPartial(parts []core.PartialOffer) (int, error) {
+	return each(m, parts, 0, func(now time.Time, p core.PartialOffer) error { return m.request(now, p) })
+}
+
+// fits says why n more reports may not fit; the lock is held. The machine counts
+// the claims that may be reported, since most end without a report.
+func (m *lockedMachine) fits(n int) error {
+	busy, unread := m.outstanding+m.machine.Untold(), m.reports.Unread()
+	if busy+unread+n > m.reports.Capacity() {
+		return fmt.Errorf("%w: %d transfers are under way and %d finished ones are not collected, so %d more do not fit (max_transfers)", core.ErrOverload, busy, unread, n)
+	}
+	return nil
+}
+
+// tell tells the machine of an event of this instant and returns the answer. It does so also while the agent
+// closes, and does nothing while there is no machine.
+func (m *lockedMachine) tell(e core.Event) (answer core.Action) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.machine == nil {
+		return nil
+	}
+	return m.step(m.clock.Now(), e)
+}
+
+// finished tells what a peer says of transfers' ends. It gives the lock back between them: each may be of a share of a transfer that
+// nobody has heard of.
+func (m *lockedMachine) finished(from core.AgentID, account core.Account, list []wire.Finish) {
+	for _, f := range list {
+		if id := core.TransferID(f.TransferID); f.Restart != "" {
+			m.tell(core.RestartMessage{From: from, ID: id, Digest: f.Restart})
+		} else {
+			m.tell(core.FinishMessage{From: from, Account: account, ID: id, Code: core.Code(f.Code), Reason: f.Reason})
+		}
+	}
+}
+
+// renewReplied gives the lock back between the parts of a long answer.
+func (m *lockedMachine) renewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
+	for part, some := range v.Parts(answers) {
+		m.tell(core.RenewReplied{Renewal: part, Answers: some, Absent: absent, Err: err})
+	}
+}
+
+// step tells the machine of one event and moves its actions on; the lock is held. The answer is the
+// caller's. Reports go to the engine at once, the rest to the goroutines that perform them, in order.
+func (m *lockedMachine) step(now time.Time, e core.Event) core.Action {
+	answer, rest := core.Split(m.machine.Step(now, e))
+	for _, act := range rest {
+		if r, ok := act.(core.Report); ok {
+			m.report(r)
+		} else if core.OfMemory(act) {
+			m.memory.add(act)
+		} else {
+			m.control.add(act)
+		}
+	}
+	if len(m.reads) > 0 {
+		m.checkReads()
+	}
+	if len(m.memory.list) > 0 {
+		m.memory.signal()
+	}
+	if len(m.control.list) > 0 || m.machine.Busy() {
+		m.control.signal()
+	}
+	return answer
+}
+
+// report tells the engine an end; the lock is held. When the agent is closed nobody takes it: a transport that Close has given up may
+// close later.
+func (m *lockedMachine) report(r core.Report) {
+	if m.state == stateClosed {
+		return
+	}
+	if r.Side != core.SideClaim { // the machine counts these itself
+		m.outstanding--
+	}
+	m.reports.Push(m.ended(r))
+}
+
+// take gives the actions that wait, and whether the machine must be told the time.
+// The caller performs them and then calls performed.
+func (m *lockedMachine) take(q *actionQueue) (list []core.Action, busy bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	list, q.list, q.performing = q.list, nil, true
+	clear(q.writes)
+	return list, m.machine != nil && m.machine.Busy()
+}
+
+func (m *lockedMachine) performed(q *actionQueue) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	q.performing = false
+}
+
+// idle: the machine holds nothing, and all that it wanted is done.
+func (m *lockedMachine) idle() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.machine == nil || !m.machine.Busy() && m.control.idle() && m.memory.idle()
+}
+
+// waitForReads returns a wait until the blocks of ids are not read; nil if none is read
+// now.
+func (m *lockedMachine) waitForReads(ids []core.TransferID) *readWait {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.machine == nil {
+		return nil
+	}
+	read := slices.DeleteFunc(slices.Clone(ids), func(id core.TransferID) bool { return !m.machine.Reading(id) })
+	if len(read) == 0 {
+		return nil
+	}
+	w := &readWait{read, make(chan struct{})}
+	m.reads = append(m.reads, w)
+	return w
+}
+
+// abandonRead ends a wait; it returns an id whose blocks are still read, if there is one.
+func (m *lockedMachine) abandonRead(w *readWait) (id core.TransferID, read bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.reads = slices.DeleteFunc(m.reads, func(r *readWait) bool { return r == w })
+	if len(w.ids) == 0 { // just now
+		return "", false
+	}
+	return w.ids[0], true
+}
+
+// checkReads wakes the calls whose blocks are read no more; the lock is held.
+func (m *lockedMachine) checkReads() {
+	m.reads = slices.DeleteFunc(m.reads, func(w *readWait) bool {
+		w.ids = slices.DeleteFunc(w.ids, func(id core.TransferID) bool { return !m.machine.Reading(id) })
+		if len(w.ids) == 0 {
+			close(w.done)
+		}
+		return len(w.ids) == 0
+	})
+}
+
+// Tick also wakes the goroutine of run, which stops the ticker of an idle machine.
+func (m *lockedMachine) Tick() {
+	m.tell(core.Tick{})
+	m.control.signal()
+}
+
+var _ core.Sink = (*lockedMachine)(nil)
+
+// Received implements core.Sink.
+func (m *lockedMachine) Received(id core.TransferID, s core.TransferStats, err error) {
+	m.tell(core.Received{ID: id, Stats: s, Err: err})
+}
+
+// Written implements core.Sink.
+func (m *lockedMachine) Written(id core.TransferID, s core.TransferStats, err error) {
+	m.tell(core.Written{ID: id, Stats: s, Err: err})
+}
+
+// PeerDown implements core.Sink.
+func (m *lockedMachine) PeerDown(peer core.AgentID, _ error) {
+	m.tell(core.PeerDown{Peer: peer})
+}
