@@ -8,31 +8,31 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// openSessions are the sessions that this agent has opened to ask others, one for each.
-type openSessions struct {
+// requesterSessions are the sessions that this agent has opened to ask others, one for each.
+type requesterSessions struct {
 	mu     sync.Mutex
-	by     map[core.AgentID]*asking
+	by     map[core.AgentID]*requesterSession
 	closed bool
 	order  *list.List // of *asking, by their last use
 }
 
-// asking is the session with one agent.
-type asking struct {
-	peer    core.AgentID
-	session *sealSession // nil: none is open
-	former  *sealSession // the one before it, for as long as session was not used
-	attempt *attempt     // to open one; nil if none is under way
-	used    time.Time    // when it was asked for, or opened
-	place   *list.Element
+// requesterSession is the session with one agent.
+type requesterSession struct {
+	peer     core.AgentID
+	session  *sealSession // nil: none is open
+	previous *sealSession // the one before it, for as long as session was not used
+	attempt  *attempt     // to open one; nil if none is under way
+	used     time.Time    // when it was asked for, or opened
+	place    *list.Element
 }
 
-func newOpened() *openSessions {
-	return &openSessions{by: map[core.AgentID]*asking{}, order: list.New()}
+func newRequesterSessions() *requesterSessions {
+	return &requesterSessions{by: map[core.AgentID]*requesterSession{}, order: list.New()}
 }
 
-// get returns the session with an agent; stale is one which the agent does not know. If there is none, or it is worn, get
+// get returns the session with an agent; stale is one which the agent does not know. If there is none, or it needs a rekey, get
 // returns the attempt to open one. If first is true, the caller must make it, and call ended.
-func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time) (s *sealSession, a *attempt, first bool) {
+func (o *requesterSessions) get(peer core.AgentID, stale *sealSession, now time.Time) (s *sealSession, a *attempt, first bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	with := o.by[peer]
@@ -41,19 +41,19 @@ func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time)
 	}
 	o.order.MoveToBack(with.place)
 	if with.idle(now) { // also if no other can be opened
-		with.session, with.former = nil, nil
+		with.session, with.previous = nil, nil
 	}
 	with.used = now
 	if stale != nil || with.session != nil && with.session.used() { // an agent that has forgotten one has forgotten those before it
-		with.former = nil
+		with.previous = nil
 	}
 	s = nil
-	for _, one := range []*sealSession{with.session, with.former} { // the newer one may have waited for too long to be used
-		if s == nil && one != nil && one != stale && !one.spent(now) {
+	for _, one := range []*sealSession{with.session, with.previous} { // the newer one may have waited for too long to be used
+		if s == nil && one != nil && one != stale && !one.expired(now) {
 			s = one
 		}
 	}
-	if s != nil && !s.worn(now) {
+	if s != nil && !s.needsRekey(now) {
 		return s, nil, false
 	}
 	if first = with.attempt == nil; first {
@@ -66,7 +66,7 @@ func (o *openSessions) get(peer core.AgentID, stale *sealSession, now time.Time)
 }
 
 // ended takes the end of an attempt.
-func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err error) {
+func (o *requesterSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	a.session, a.err = s, err
@@ -76,8 +76,8 @@ func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err 
 	case o.closed:
 		o.drop(with)
 	case s != nil:
-		if with.former = with.session; with.former == a.stale {
-			with.former = nil
+		if with.previous = with.session; with.previous == a.stale {
+			with.previous = nil
 		}
 		with.session, with.used = s, time.Now()
 	case with.session == nil:
@@ -86,55 +86,55 @@ func (o *openSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err 
 }
 
 // close forgets all sessions, for good. Those that are asked for later are not kept.
-func (o *openSessions) close() {
+func (o *requesterSessions) close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.closed = true
 	for _, a := range o.by {
-		if a.session, a.former = nil, nil; a.attempt == nil {
+		if a.session, a.previous = nil, nil; a.attempt == nil {
 			o.drop(a)
 		}
 	}
 }
 
 // add makes a place for an agent; mu is held. Who was not asked for longest makes room.
-func (o *openSessions) add(peer core.AgentID) *asking {
+func (o *requesterSessions) add(peer core.AgentID) *requesterSession {
 	for e := o.order.Front(); e != nil && len(o.by) >= maxSessions; {
-		a := e.Value.(*asking)
+		a := e.Value.(*requesterSession)
 		if e = e.Next(); a.attempt == nil {
 			o.drop(a)
 		}
 	}
-	a := &asking{peer: peer}
+	a := &requesterSession{peer: peer}
 	a.place = o.order.PushBack(a)
 	o.by[peer] = a
 	return a
 }
 
 // forget forgets a session with an agent, if it is still the one.
-func (o *openSessions) forget(peer core.AgentID, s *sealSession) {
+func (o *requesterSessions) forget(peer core.AgentID, s *sealSession) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	with := o.by[peer]
 	if with == nil || with.session != s {
 		return
 	}
-	if with.session, with.former = nil, nil; with.attempt == nil {
+	if with.session, with.previous = nil, nil; with.attempt == nil {
 		o.drop(with)
 	}
 }
 
-func (o *openSessions) drop(a *asking) {
+func (o *requesterSessions) drop(a *requesterSession) {
 	delete(o.by, a.peer)
 	o.order.Remove(a.place)
 }
 
 // sweep forgets idle sessions, and says how many agents are left.
-func (o *openSessions) sweep(now time.Time) (left int) {
+func (o *requesterSessions) sweep(now time.Time) (left int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	for e := o.order.Front(); e != nil && e.Value.(*asking).idle(now); {
-		a := e.Value.(*asking)
+	for e := o.order.Front(); e != nil && e.Value.(*requesterSession).idle(now); {
+		a := e.Value.(*requesterSession)
 		if e = e.Next(); a.attempt == nil {
 			o.drop(a)
 		}
@@ -143,4 +143,4 @@ func (o *openSessions) sweep(now time.Time) (left int) {
 }
 
 // idle says that the session with an agent was not used for too long; mu is held.
-func (a *asking) idle(now time.Time) bool { return now.Sub(a.used) >= askedIdle }
+func (a *requesterSession) idle(now time.Time) bool { return now.Sub(a.used) >= requesterIdle }

@@ -21,7 +21,7 @@ func TestForgedAbsence(t *testing.T) {
 	begin := func() (subj string, to mark, list *answersOf) {
 		data := sealedRequest(asks, "put it there")
 		to = markOf(data)
-		a := newSeals(self).awaits(answers.peer, to)
+		a := newSeals(self).pending(answers.peer, to)
 		a.session = asks
 		list = &answersOf{answers: newAnswers(inboxOf("D")), ended: make(chan *nats.Msg, 1)}
 		subj, answer := list.expect(a.right)
@@ -66,22 +66,22 @@ func TestForgedAbsence(t *testing.T) {
 	})
 }
 
-// TestAbsenceForTheHasty: who waits for less than absentGrace is told that nobody listens too, also if the word came in the
+// TestForgedAbsenceAndAShortTimeout: who waits for less than absentGrace is told that nobody listens too, also if the word came in the
 // place of a session. One who has given up is not.
-func TestAbsenceForTheHasty(t *testing.T) {
+func TestForgedAbsenceAndAShortTimeout(t *testing.T) {
 	word := &nats.Msg{Header: nats.Header{"Status": []string{"503"}}}
 	synctest.Test(t, func(t *testing.T) {
 		absent := make(chan *nats.Msg, 1)
 		absent <- word
-		hasty, cancel := context.WithTimeout(context.Background(), absentGrace/2)
+		shortWait, cancel := context.WithTimeout(context.Background(), absentGrace/2)
 		defer cancel()
-		if m, err := await(hasty, context.Background(), nil, absent); m != word {
+		if m, err := await(shortWait, context.Background(), nil, absent); m != word {
 			t.Errorf("%v, %v", m, err)
 		}
 		for range 100 { // whatever else has come, an answer that is there counts
 			answer := make(chan *nats.Msg, 1)
 			answer <- &nats.Msg{}
-			if m, err := await(hasty, context.Background(), answer, nil); m == nil || m == word {
+			if m, err := await(shortWait, context.Background(), answer, nil); m == nil || m == word {
 				t.Fatalf("%v, %v", m, err)
 			}
 		}
@@ -94,16 +94,16 @@ func TestAbsenceForTheHasty(t *testing.T) {
 	})
 	synctest.Test(t, func(t *testing.T) {
 		l, b := &link{seals: newSeals(NewIdentity())}, &Bus{}
-		_, a, _ := l.seals.opened.get("P", nil, time.Now()) // another request's attempt
-		one := l.seals.awaits("P", mark{})
+		_, a, _ := l.seals.requester.get("P", nil, time.Now()) // another request's attempt
+		one := l.seals.pending("P", mark{})
 		one.attempt = a
 		for _, came := range []bool{false, true} {
 			if came {
 				one.right(word)
 			}
-			hasty, cancel := context.WithTimeout(context.Background(), absentGrace/2)
+			shortWait, cancel := context.WithTimeout(context.Background(), absentGrace/2)
 			defer cancel()
-			_, err := b.sessionWith(hasty, context.Background(), l, "P", nil)
+			_, err := b.sessionWith(shortWait, context.Background(), l, "P", nil)
 			if u := (*unopened)(nil); errors.As(err, &u) != came || came && u.m != word || !came && !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("the word has come: %v; %v", came, err)
 			}
@@ -114,5 +114,5 @@ func TestAbsenceForTheHasty(t *testing.T) {
 // answersOf are the answers to one request.
 type answersOf struct {
 	*answers
-	ended chan *nats.Msg // what the request's asker is given
+	ended chan *nats.Msg // what the request's requester is given
 }

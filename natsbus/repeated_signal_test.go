@@ -74,10 +74,10 @@ func TestSignalIsHandledOnce(t *testing.T) {
 	}
 }
 
-// TestSignalToAForgetfulAgent: it is sent once, also to an agent that never knew its session.
-func TestSignalToAForgetfulAgent(t *testing.T) {
+// TestSignalOfAnUnknownSession: it is sent once, also to an agent that never knew its session.
+func TestSignalOfAnUnknownSession(t *testing.T) {
 	s := newSealedPair(t)
-	p, _, requests := s.forgetful(t)
+	p, _, requests := s.forgetsSessions(t)
 	for i := range int32(2) {
 		_, err := s.decode.Request(ctxOf(t, within), "", p, signal())
 		mustBe(t, err, core.ErrUnreachable)
@@ -94,15 +94,15 @@ func TestOldRequest(t *testing.T) {
 	s.request(t, "answer 1 to D")
 	old := s.heardRequest(t).Data
 	seals := s.prefill.seals
-	session, _ := seals.served.find(sessionOf(old), 0, time.Now())
-	seals.served.use(session, 1<<20)
+	session, _ := seals.responder.find(sessionOf(old), 0, time.Now())
+	seals.responder.use(session, 1<<20)
 	answer := s.say(t, subject(s.p, s.d), old)
 	counted(t, "an old request", &seals.repeated, 1, func() bool {
 		n, _, _ := answer.Pending()
 		return s.handled.Load() > 1 || seals.unknown.Load() > 0 || n > 0
 	})
 	// One that became old while it waited for a place is dropped too.
-	v := &asked{link: s.prefill.homeLink(), from: s.d, m: unboundMessage(old), session: session}
+	v := &inboundRequest{link: s.prefill.homeLink(), from: s.d, m: unboundMessage(old), session: session}
 	if s.prefill.unseal(v) || seals.repeated.Load() != 2 || seals.unknown.Load() != 0 {
 		t.Errorf("%d requests are repeated, %d of unknown sessions", seals.repeated.Load(), seals.unknown.Load())
 	}

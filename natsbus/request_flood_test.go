@@ -14,9 +14,9 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// TestHostThatAsksMuch: a host to which a client has sent D asks faster than D answers. D keeps
+// TestRequestFlood: a host to which a client has sent D asks faster than D answers. D keeps
 // little of it, and handles a few of the long requests at a time.
-func TestHostThatAsksMuch(t *testing.T) {
+func TestRequestFlood(t *testing.T) {
 	leaktest.Check(t)
 	secure, err := NewIdentity().serverTLS()
 	if err != nil {

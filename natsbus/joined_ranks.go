@@ -13,7 +13,7 @@ import (
 // since orders the agents of one rank, and the result replaces it. fresh says that the
 // agent is new and takes the rank over.
 func (b *Bus) Host(ctx context.Context, a *wire.Agent, fresh bool, since int64) (int64, error) {
-	l, reg, err := b.guest(a, since)
+	l, reg, err := b.joinedRank(a, since)
 	if err == nil {
 		err = b.put(ctx, l, reg, fresh)
 	}
@@ -26,7 +26,7 @@ func (b *Bus) Host(ctx context.Context, a *wire.Agent, fresh bool, since int64) 
 // Unhost ends another agent's registration at this process's own server, unless a
 // newer agent has taken the rank over.
 func (b *Bus) Unhost(ctx context.Context, a *wire.Agent) error {
-	l, reg, err := b.guest(a, 0)
+	l, reg, err := b.joinedRank(a, 0)
 	if err != nil {
 		return err
 	}
@@ -45,10 +45,10 @@ func (b *Bus) Listens(ctx context.Context, id core.AgentID) bool {
 	return !errors.Is(err, core.ErrAbsent)
 }
 
-func (b *Bus) guest(a *wire.Agent, since int64) (*link, *registration, error) {
+func (b *Bus) joinedRank(a *wire.Agent, since int64) (*link, *registration, error) {
 	l := b.homeLink()
 	reg, err := registrationOf(a)
-	reg.guest, reg.since, reg.key = true, since, rankKey(a.EngineID, a.TPRank, a.PPRank)
+	reg.joined, reg.since, reg.key = true, since, rankKey(a.EngineID, a.TPRank, a.PPRank)
 	switch {
 	case err != nil:
 	case l == nil || l.kind != homeLink:

@@ -25,7 +25,7 @@ func TestEngineThatIsAdded(t *testing.T) {
 	register(t, p, up.engine("e"))
 	answers := func(from, to *Bus) {
 		t.Helper()
-		self, other := nick(from.opt.Identity.ID()), nick(to.opt.Identity.ID())
+		self, other := shortName(from.opt.Identity.ID()), shortName(to.opt.Identity.ID())
 		ask(t, from, "", core.AgentID(other), other+" via : hello "+self)
 	}
 	answers(d, p)

@@ -25,9 +25,9 @@ const (
 	maxList = 16
 )
 
-// outlet passes the server's side of the protocol on to a client. It reads all at once, so
+// clientWriter passes the server's side of the protocol on to a client. It reads all at once, so
 // that the server itself keeps nothing for a client, and bounds what it keeps.
-type outlet struct {
+type clientWriter struct {
 	from   io.Reader
 	to     net.Conn
 	window *window
@@ -43,8 +43,8 @@ type outlet struct {
 	reader lineReader
 }
 
-func newOutlet(from io.Reader, to net.Conn, w *window, s *share) *outlet {
-	o := &outlet{from: from, to: to, window: w, share: s, wake: make(chan struct{}, 1)}
+func newClientWriter(from io.Reader, to net.Conn, w *window, s *share) *clientWriter {
+	o := &clientWriter{from: from, to: to, window: w, share: s, wake: make(chan struct{}, 1)}
 	o.reader.line = o.line
 	return o
 }
@@ -53,9 +53,9 @@ func newOutlet(from io.Reader, to net.Conn, w *window, s *share) *outlet {
 var errUnread = errors.New("the client does not read the answers to its requests")
 
 // run passes bytes on until the server or the client ends. It waits for its own goroutine.
-func (o *outlet) run() (err error) {
+func (o *clientWriter) run() (err error) {
 	written := make(chan error, 1)
-	safe.Go("natsbus.outlet", func() { written <- o.write() })
+	safe.Go("natsbus.clientWriter", func() { written <- o.write() })
 	piece := make([]byte, readSize) // keep copies what is read
 	for err == nil {
 		var n int
@@ -70,7 +70,7 @@ func (o *outlet) run() (err error) {
 	o.mu.Lock()
 	o.ended = true
 	o.mu.Unlock()
-	o.stir()
+	o.wakeUp()
 	if werr := <-written; errors.Is(err, io.EOF) {
 		err = werr
 	}
@@ -78,7 +78,7 @@ func (o *outlet) run() (err error) {
 }
 
 // line learns which requests are answered.
-func (o *outlet) line(line []byte) {
+func (o *clientWriter) line(line []byte) {
 	verb, rest, _ := bytes.Cut(line, space)
 	if announces(verb) {
 		subj, _, _ := bytes.Cut(rest, space)
@@ -86,7 +86,7 @@ func (o *outlet) line(line []byte) {
 	}
 }
 
-func (o *outlet) keep(piece []byte) error {
+func (o *clientWriter) keep(piece []byte) error {
 	o.mu.Lock()
 	if o.bytes == 0 {
 		o.long = 0
@@ -97,7 +97,7 @@ func (o *outlet) keep(piece []byte) error {
 	o.bytes += int64(len(piece))
 	o.mu.Unlock()
 	o.share.add(int64(len(piece)))
-	o.stir()
+	o.wakeUp()
 	if full {
 		return errUnread
 	}
@@ -105,7 +105,7 @@ func (o *outlet) keep(piece []byte) error {
 }
 
 // store copies what is kept; mu is held.
-func (o *outlet) store(piece []byte) {
+func (o *clientWriter) store(piece []byte) {
 	for len(piece) > 0 {
 		last := len(o.kept) - 1
 		if last < 0 || len(o.kept[last]) == cap(o.kept[last]) {
@@ -128,7 +128,7 @@ func (o *outlet) store(piece []byte) {
 	}
 }
 
-func (o *outlet) stir() {
+func (o *clientWriter) wakeUp() {
 	select {
 	case o.wake <- struct{}{}:
 	default:
@@ -136,7 +136,7 @@ func (o *outlet) stir() {
 }
 
 // write sends what is kept. A client has writeWait to take each piece.
-func (o *outlet) write() error {
+func (o *clientWriter) write() error {
 	var list [][]byte // the next pieces' list: one is filled while the other is sent
 	for {
 		o.mu.Lock()

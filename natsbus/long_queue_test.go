@@ -24,12 +24,12 @@ func longHello(name string) *wire.Request {
 }
 
 // askedFor is a request of so many bytes that waits.
-func askedFor(from core.AgentID, bytes int) *asked {
-	return &asked{from: from, m: &nats.Msg{Data: make([]byte, bytes)}}
+func askedFor(from core.AgentID, bytes int) *inboundRequest {
+	return &inboundRequest{from: from, m: &nats.Msg{Data: make([]byte, bytes)}}
 }
 
 // owners are the owners of what waits, in its order.
-func (q *longs) owners() string {
+func (q *longQueue) owners() string {
 	var out []string
 	for _, v := range q.queue {
 		out = append(out, ownerOf(v.from))
@@ -37,16 +37,16 @@ func (q *longs) owners() string {
 	return strings.Join(out, " ")
 }
 
-// has gives it another patience.
-func (q *longs) has(patience time.Duration) {
+// has gives it another timeout.
+func (q *longQueue) has(timeout time.Duration) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.patience = patience
+	q.timeout = timeout
 }
 
-// TestLongsTakeTurns: each owner has one of its long requests answered in a round, also one that comes when others have many waiting.
-func TestLongsTakeTurns(t *testing.T) {
-	q := newLongs(time.Hour, ownerOf)
+// TestLongRequestsTakeTurns: each owner has one of its long requests answered in a round, also one that comes when others have many waiting.
+func TestLongRequestsTakeTurns(t *testing.T) {
+	q := newLongQueue(time.Hour, ownerOf)
 	want := func(order string) {
 		t.Helper()
 		if q.owners() != order {
@@ -83,11 +83,11 @@ func TestLongsTakeTurns(t *testing.T) {
 	}
 }
 
-// TestLongsHaveABound: of all long requests that wait so many bytes are held, and one owner may have them all. If there is no room, the
+// TestLongQueueIsBounded: of all long requests that wait so many bytes are held, and one owner may have them all. If there is no room, the
 // newest of who has the most give way to who has less: as many as it needs, or none if that is not enough. To an owner of whom nothing
 // waits the newest of those who have two give way too.
-func TestLongsHaveABound(t *testing.T) {
-	q := newLongs(time.Hour, ownerOf)
+func TestLongQueueIsBounded(t *testing.T) {
+	q := newLongQueue(time.Hour, ownerOf)
 	put := func(from core.AgentID, bytes int, dropped int, want string) {
 		t.Helper()
 		if n, _ := q.put(askedFor(from, bytes)); n != dropped || q.owners() != want {
@@ -120,32 +120,32 @@ func TestLongsHaveABound(t *testing.T) {
 	if q.bytes != 0 || len(q.of) != 0 || q.unanswered() != 0 {
 		t.Errorf("%d bytes of %v wait, and nothing does", q.bytes, q.of)
 	}
-	for i := range maxLongs {
+	for i := range maxLongRequests {
 		q.put(askedFor(core.AgentID(fmt.Sprint("s", i)), 1))
 	}
-	if n, _ := q.put(askedFor("t", 1)); n != 1 || len(q.queue) != maxLongs {
+	if n, _ := q.put(askedFor("t", 1)); n != 1 || len(q.queue) != maxLongRequests {
 		t.Errorf("%d requests wait", len(q.queue))
 	}
 	q.next()
 	q.put(askedFor("s7", 1))
-	if n, _ := q.put(askedFor("t", 100)); n != 1 || len(q.queue) != maxLongs || q.of["t"].requests != 1 || q.of["s7"].requests != 1 {
+	if n, _ := q.put(askedFor("t", 100)); n != 1 || len(q.queue) != maxLongRequests || q.of["t"].requests != 1 || q.of["s7"].requests != 1 {
 		t.Errorf("%d requests wait, of s7 %v, of t %v", len(q.queue), q.of["s7"], q.of["t"])
 	}
 }
 
-// TestLateLongs: a hello that has waited too long is late, and its turn goes to its owner's newest request, unless that is late too. What
+// TestLateLongRequests: a hello that has waited too long is late, and its turn goes to its owner's newest request, unless that is late too. What
 // is no hello is never late.
-func TestLateLongs(t *testing.T) {
-	q := newLongs(time.Hour, ownerOf)
+func TestLateLongRequests(t *testing.T) {
+	q := newLongQueue(time.Hour, ownerOf)
 	put := func(from core.AgentID, late bool, req *wire.Request) {
 		t.Helper()
 		data, err := req.MarshalMsg(nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		v := &asked{from: from, m: &nats.Msg{Data: data}}
+		v := &inboundRequest{from: from, m: &nats.Msg{Data: data}}
 		if q.put(v); late {
-			v.came = v.came.Add(-2 * q.patience)
+			v.came = v.came.Add(-2 * q.timeout)
 		}
 	}
 	load := &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{}}
@@ -174,10 +174,10 @@ func TestLateLongs(t *testing.T) {
 	}
 }
 
-// TestLateHelloIsToldSo: a late hello is not handled, and its asker is told to ask again.
+// TestLateHelloIsToldSo: a late hello is not handled, and its requester is told to ask again.
 func TestLateHelloIsToldSo(t *testing.T) {
 	s := newSealedPair(t)
-	first, release := longsHeld(s.prefill)
+	first, release := holdLongRequests(s.prefill)
 	defer release()
 	var late sync.WaitGroup
 	late.Go(func() { _, _ = s.decode.Request(ctxOf(t, within), "", s.p, longHello("e")) })
@@ -188,8 +188,8 @@ func TestLateHelloIsToldSo(t *testing.T) {
 			t.Errorf("%+v, %v", r, err)
 		}
 	})
-	longsQueued(t, s.prefill, 1)
-	s.prefill.longs.has(0)
+	awaitLongQueued(t, s.prefill, 1)
+	s.prefill.longQueue.has(0)
 	release()
 	late.Wait()
 }
@@ -199,7 +199,7 @@ func TestLateHelloIsToldSo(t *testing.T) {
 func TestLongRequestsWait(t *testing.T) {
 	t.Run("cluster", func(t *testing.T) {
 		s := newSealedPair(t)
-		longsWait(t, s.prefill, func(name string) (*Bus, core.Via) {
+		longRequestsWait(t, s.prefill, func(name string) (*Bus, core.Via) {
 			return newBus(t, Options{Identity: named(name), ClusterURL: s.url, Token: "right", ConnectTimeout: time.Minute}), ""
 		})
 	})
@@ -209,7 +209,7 @@ func TestLongRequestsWait(t *testing.T) {
 		prefill := newBus(t, Options{Identity: named("P"), Server: p.Server})
 		serve(prefill)
 		register(t, prefill, "e")
-		longsWait(t, prefill, func(name string) (*Bus, core.Via) {
+		longRequestsWait(t, prefill, func(name string) (*Bus, core.Via) {
 			b := newBus(t, Options{Identity: named(name)})
 			_, via, err := b.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url(), EngineID: "e"})
 			if err != nil {
@@ -220,9 +220,9 @@ func TestLongRequestsWait(t *testing.T) {
 	})
 }
 
-// longsHeld has an agent answer long requests when release is called. first is closed when the first of them is being answered.
-func longsHeld(prefill *Bus) (first chan struct{}, release func()) {
-	prefill.longs.has(time.Hour)
+// holdLongRequests has an agent answer long requests when release is called. first is closed when the first of them is being answered.
+func holdLongRequests(prefill *Bus) (first chan struct{}, release func()) {
+	prefill.longQueue.has(time.Hour)
 	first, hold := make(chan struct{}), make(chan struct{})
 	came := sync.OnceFunc(func() { close(first) })
 	answer := core.Handler(func(_ core.Via, req *wire.Request) *wire.Reply {
@@ -236,13 +236,13 @@ func longsHeld(prefill *Bus) (first chan struct{}, release func()) {
 	return first, sync.OnceFunc(func() { close(hold) })
 }
 
-// longsQueued waits until so many long requests wait.
-func longsQueued(t *testing.T, b *Bus, want int) {
+// awaitLongQueued waits until so many long requests wait.
+func awaitLongQueued(t *testing.T, b *Bus, want int) {
 	t.Helper()
 	eventually(t, fmt.Sprint(want, " wait"), func() error {
-		b.longs.mu.Lock()
-		defer b.longs.mu.Unlock()
-		if n := len(b.longs.queue); n != want {
+		b.longQueue.mu.Lock()
+		defer b.longQueue.mu.Unlock()
+		if n := len(b.longQueue.queue); n != want {
 			return fmt.Errorf("%d wait", n)
 		}
 		return nil
@@ -253,7 +253,7 @@ func longsQueued(t *testing.T, b *Bus, want int) {
 // remembers numbers of. It is answered all the same.
 func TestLongRequestIsOvertaken(t *testing.T) {
 	s := newSealedPair(t)
-	first, release := longsHeld(s.prefill)
+	first, release := holdLongRequests(s.prefill)
 	defer release()
 	var long sync.WaitGroup
 	ask := func(bound time.Duration, req *wire.Request) {
@@ -265,7 +265,7 @@ func TestLongRequestIsOvertaken(t *testing.T) {
 	long.Go(func() { ask(10*within, longHello("e")) }) // it waits for all short ones
 	<-first
 	long.Go(func() { ask(10*within, longHello("e")) }) // it waits for all short ones
-	longsQueued(t, s.prefill, 1)
+	awaitLongQueued(t, s.prefill, 1)
 	for range 64 * (replayWords + 1) {
 		ask(within, hello("e"))
 	}
@@ -279,7 +279,7 @@ func TestLongRequestIsOvertaken(t *testing.T) {
 // TestCloseWhileLongRequestsWait: an agent that closes answers the long request on which it is, and tells those who wait that it closes.
 func TestCloseWhileLongRequestsWait(t *testing.T) {
 	s := newSealedPair(t)
-	first, release := longsHeld(s.prefill)
+	first, release := holdLongRequests(s.prefill)
 	defer release()
 	const waiting = 3
 	said := make(chan string, 1+waiting)
@@ -295,7 +295,7 @@ func TestCloseWhileLongRequestsWait(t *testing.T) {
 	for range waiting {
 		go ask()
 	}
-	longsQueued(t, s.prefill, waiting)
+	awaitLongQueued(t, s.prefill, waiting)
 	closed := make(chan error, 1)
 	go func() { closed <- s.prefill.Close(ctxOf(t, within)) }()
 	<-s.prefill.ctx.Done()
@@ -312,8 +312,8 @@ func TestCloseWhileLongRequestsWait(t *testing.T) {
 	}
 }
 
-func longsWait(t *testing.T, prefill *Bus, open func(name string) (*Bus, core.Via)) {
-	prefill.longs.has(time.Hour)
+func longRequestsWait(t *testing.T, prefill *Bus, open func(name string) (*Bus, core.Via)) {
+	prefill.longQueue.has(time.Hour)
 	var now, most atomic.Int64
 	release := make(chan struct{})
 	let := sync.OnceFunc(func() { close(release) })
@@ -327,9 +327,9 @@ func longsWait(t *testing.T, prefill *Bus, open func(name string) (*Bus, core.Vi
 		return &wire.Reply{Reason: "answer"}
 	})
 	prefill.handler.Store(&answer)
-	const askers, each = 4, 3
+	const requesters, each = 4, 3
 	var all sync.WaitGroup
-	for i := range askers {
+	for i := range requesters {
 		b, via := open(fmt.Sprint("D", i))
 		for range each {
 			all.Go(func() {
@@ -339,7 +339,7 @@ func longsWait(t *testing.T, prefill *Bus, open func(name string) (*Bus, core.Vi
 			})
 		}
 	}
-	longsQueued(t, prefill, askers*each-1)
+	awaitLongQueued(t, prefill, requesters*each-1)
 	b, via := open("S")
 	for range 2 * maxHandlers {
 		if r, err := b.Request(ctxOf(t, within), via, named("P").ID(), hello("e")); err != nil || r.Reason != "answer" {

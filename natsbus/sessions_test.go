@@ -68,8 +68,8 @@ func TestReplays(t *testing.T) {
 }
 
 // stub is a session of the table's own kind, without keys.
-func stub(id uint64, key byte) *held {
-	s := &held{sealSession: &sealSession{id: id, peer: core.AgentID(fmt.Sprint("D", key)), began: time.Now()}}
+func stub(id uint64, key byte) *responderSession {
+	s := &responderSession{sealSession: &sealSession{id: id, peer: core.AgentID(fmt.Sprint("D", key)), began: time.Now()}}
 	s.key[0] = key
 	for i := range 8 {
 		s.open[i] = byte(id >> (8 * i))
@@ -77,11 +77,11 @@ func stub(id uint64, key byte) *held {
 	return s
 }
 
-// TestServedSessions: opens that are sent again, and those that nobody uses, put none out that is
+// TestResponderSessions: opens that are sent again, and those that nobody uses, put none out that is
 // in use. If all places are in use, the key that has the most makes room, by its least recently used.
-func TestServedSessions(t *testing.T) {
+func TestResponderSessions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newServed()
+		s := newResponderSessions()
 		has := func(id uint64) bool {
 			v, _ := s.find(id, 0, time.Now())
 			return v != nil
@@ -129,7 +129,7 @@ func TestServedSessions(t *testing.T) {
 		if !has(1) || !has(50_000) || !has(50_099) || has(10_100) || !has(10_101) || s.used.Len() != maxSessions {
 			t.Errorf("newcomers have put out others than the key that has the most")
 		}
-		if s.each[[32]byte{3}].sessions.Len() != maxSessions-101 || len(s.holders) != len(s.each) || len(s.each) != 102 {
+		if s.each[[32]byte{3}].sessions.Len() != maxSessions-101 || len(s.heap) != len(s.each) || len(s.each) != 102 {
 			t.Errorf("%d of the key, %d keys", s.each[[32]byte{3}].sessions.Len(), len(s.each))
 		}
 		gone := s.by[50_000]
@@ -137,22 +137,22 @@ func TestServedSessions(t *testing.T) {
 		if s.use(gone, 4) != arrivalNew || has(50_000) || s.used.Len() != maxSessions-1 {
 			t.Error("a request of a session that has given way meanwhile brings it back")
 		}
-		time.Sleep(servedLife)
+		time.Sleep(responderLife)
 		if has(1) {
 			t.Error("a session is used after its life")
 		}
 		s.add(stub(7, 7))
 		if len(s.by) != 1 || len(s.opens) != 1 || len(s.each) != 0 {
-			t.Errorf("%d sessions, %d opens, %d keys after %v", len(s.by), len(s.opens), len(s.each), servedLife)
+			t.Errorf("%d sessions, %d opens, %d keys after %v", len(s.by), len(s.opens), len(s.each), responderLife)
 		}
 	})
 }
 
-// TestOpenedSessions: requests to one agent that come at a time wait for one attempt to open a session. A session
-// that the agent has forgotten, or that is worn, is opened anew, once.
-func TestOpenedSessions(t *testing.T) {
+// TestRequesterSessions: requests to one agent that come at a time wait for one attempt to open a session. A session
+// that the agent has forgotten, or that needs a rekey, is opened anew, once.
+func TestRequesterSessions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		o := newOpened()
+		o := newRequesterSessions()
 		get := func(peer core.AgentID, stale *sealSession) (*sealSession, *attempt, bool) {
 			return o.get(peer, stale, time.Now())
 		}
@@ -192,12 +192,12 @@ func TestOpenedSessions(t *testing.T) {
 		_, a, _ = get("P", s)
 		next := end("P", a, nil)
 		if got, _, _ := get("P", s); got != next {
-			t.Error("a session is opened for each request that had the former one")
+			t.Error("a session is opened for each request that had the previous one")
 		}
 		pass := func(d time.Duration) { // with a request now and then, so that the session is not idle
 			for end := time.Now().Add(d); ; get("P", nil) {
 				left := time.Until(end)
-				if time.Sleep(min(left, askedIdle/2)); left <= askedIdle/2 {
+				if time.Sleep(min(left, requesterIdle/2)); left <= requesterIdle/2 {
 					return
 				}
 			}
@@ -213,12 +213,12 @@ func TestOpenedSessions(t *testing.T) {
 		if got, _, _ := get("P", nil); got != nil {
 			t.Errorf("a session is used after %v", sessionLife*3/2)
 		}
-		// A session that was opened beside a worn one is not used for a while: the worn one goes on.
+		// A session that was opened beside one that needs a rekey is not used for a while: the old one goes on.
 		_, a, _ = get("W", nil)
-		worn := end("W", a, nil)
-		worn.requests.next.Store(sessionRequests)
-		if got, _, first := get("W", nil); got != worn || !first {
-			t.Error("a worn session is not used while another is opened")
+		expiring := end("W", a, nil)
+		expiring.requests.next.Store(sessionRequests)
+		if got, _, first := get("W", nil); got != expiring || !first {
+			t.Error("a session that needs a rekey is not used while another is opened")
 		}
 		fresh := &sealSession{began: time.Now()}
 		o.ended("W", o.by["W"].attempt, fresh, nil)
@@ -226,11 +226,11 @@ func TestOpenedSessions(t *testing.T) {
 			t.Error("a fresh session is not used")
 		}
 		time.Sleep(unusedLife / 2)
-		if got, _, first := get("W", nil); got != worn || !first {
+		if got, _, first := get("W", nil); got != expiring || !first {
 			t.Error("a session that waited for too long ends the one before it too")
 		}
 		o.ended("W", o.by["W"].attempt, nil, errClosed)
-		if got, _, _ := get("W", fresh); got == worn {
+		if got, _, _ := get("W", fresh); got == expiring {
 			t.Error("an agent that has forgotten a session is asked by the one before it")
 		}
 		fresh.requests.next.Store(1)

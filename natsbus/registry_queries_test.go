@@ -12,12 +12,12 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestQuestionsToTheRegistry: JetStream's queue of questions is short, however many clients ask at
+// TestRegistryQueries: JetStream's queue of queries is short, however many clients ask at
 // once. A long one dropped everybody's, and kept what had been in it.
-func TestQuestionsToTheRegistry(t *testing.T) {
+func TestRegistryQueries(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	p.questions.within = time.Hour // a loaded machine hides no answer
+	p.queries.within = time.Hour // a loaded machine hides no answer
 	const clients, each = 8, 60
 	done := make(chan error, clients)
 	var most atomic.Uint64
@@ -49,21 +49,21 @@ func TestQuestionsToTheRegistry(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if workers := uint64(16); most.Load() > maxQuestions+workers { // a question counts until its worker has answered it
-		t.Errorf("%d questions waited at a time, at most %d may", most.Load(), maxQuestions)
+	if workers := uint64(16); most.Load() > maxQueries+workers { // a query counts until its worker has answered it
+		t.Errorf("%d queries waited at a time, at most %d may", most.Load(), maxQueries)
 	}
 }
 
-// TestQuestionsWithoutAnswer: clients that hide the answers to their questions do not keep others
+// TestQueriesWithoutAnswer: clients that hide the answers to their queries do not keep others
 // from asking, and who has gone waits no longer.
-func TestQuestionsWithoutAnswer(t *testing.T) {
-	q := newQuestions()
+func TestQueriesWithoutAnswer(t *testing.T) {
+	q := newRegistryQueries()
 	q.within = time.Millisecond
 	of := func() *window {
 		return newWindow(&share{of: newBudget(1 << 30), end: func() {}}, q)
 	}
 	hides, honest := of(), of()
-	for i := range 4 * maxQuestions {
+	for i := range 4 * maxQueries {
 		if _, err := hides.open(fmt.Sprint("_INBOX.A.", i), 0, true); err != nil {
 			t.Fatal(err)
 		}
@@ -72,7 +72,7 @@ func TestQuestionsWithoutAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	q.within = time.Hour
-	for i := range maxQuestions {
+	for i := range maxQueries {
 		if _, err := hides.open(fmt.Sprint("_INBOX.A.later", i), 0, true); err != nil {
 			t.Fatal(err)
 		}
@@ -92,12 +92,12 @@ func TestQuestionsWithoutAnswer(t *testing.T) {
 	}
 }
 
-// TestLongQuestion: the registry is asked nothing long.
-func TestLongQuestion(t *testing.T) {
+// TestLongQuery: the registry is asked nothing long.
+func TestLongQuery(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	conn, br, me := talk(t, p, named("E"))
-	_, _ = fmt.Fprintf(conn, "SUB %s.> 1\r\nPUB $JS.API.STREAM.INFO.%s %s.1 %d\r\n%s\r\n", inboxOf(me), stream, inboxOf(me), maxQuestion+1, strings.Repeat(" ", maxQuestion+1))
+	_, _ = fmt.Fprintf(conn, "SUB %s.> 1\r\nPUB $JS.API.STREAM.INFO.%s %s.1 %d\r\n%s\r\n", inboxOf(me), stream, inboxOf(me), maxQuerySize+1, strings.Repeat(" ", maxQuerySize+1))
 	if all, err := told(br, "MSG "); err == nil {
 		t.Errorf("it is answered %q", all)
 	}

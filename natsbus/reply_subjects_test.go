@@ -35,9 +35,9 @@ func refusedAt(t testing.TB, nc *nats.Conn, subj string) bool {
 
 // primes has one user say to another of the same role, or to itself, that the answer is wanted at some subject. The
 // one that heard it publishes there. Neither may.
-func primes(t testing.TB, url string, from, to user, at string, opts ...nats.Option) {
+func probesReplySubject(t testing.TB, url string, from, to user, at string, opts ...nats.Option) {
 	t.Helper()
-	says, hears := intruder(t, url, from, opts...), intruder(t, url, to, opts...)
+	says, hears := connAs(t, url, from, opts...), connAs(t, url, to, opts...)
 	defer says.Close()
 	defer hears.Close()
 	ear, err := hears.SubscribeSync(agentRoot + to.key + ".*.>")
@@ -121,7 +121,7 @@ func TestAnswersOfUsers(t *testing.T) {
 	narrowed(t, file, up2)
 	narrowed(t, file, up3)
 	c := nettest.NewNATS(t, "-c", file)
-	registry := rankStream(t, intruder(t, c.URL(), operator))
+	registry := rankStream(t, connAs(t, c.URL(), operator))
 	var mu sync.Mutex
 	heard := map[string][]string{} // by agent: who spoke to it
 	bus := func(u user, name, prefix string) *Bus {
@@ -129,8 +129,8 @@ func TestAnswersOfUsers(t *testing.T) {
 		b.Serve(func(_ core.Via, req *wire.Request) *wire.Reply {
 			mu.Lock()
 			defer mu.Unlock()
-			heard[name] = append(heard[name], nick(req.From))
-			return &wire.Reply{Reason: name + " via : hello " + nick(req.From)}
+			heard[name] = append(heard[name], shortName(req.From))
+			return &wire.Reply{Reason: name + " via : hello " + shortName(req.From)}
 		})
 		return b
 	}
@@ -143,11 +143,11 @@ func TestAnswersOfUsers(t *testing.T) {
 	}
 	for _, pair := range [][2]user{{ue, ue}, {ue, ue2}, {ue2, ue}, {up2, up2}, {up2, up3}} {
 		for _, at := range others {
-			primes(t, c.URL(), pair[0], pair[1], at)
+			probesReplySubject(t, c.URL(), pair[0], pair[1], at)
 		}
 	}
 
-	ofP, ofE := intruder(t, c.URL(), up2), intruder(t, c.URL(), ue)
+	ofP, ofE := connAs(t, c.URL(), up2), connAs(t, c.URL(), ue)
 	asked, asks := agentRoot+ue.key+".a."+up2.key+".b", agentRoot+up2.key+".b."+ue.key+".a"
 	earP, err := ofP.SubscribeSync(asks)
 	if err != nil {
@@ -210,7 +210,7 @@ func TestAnswersOfUsers(t *testing.T) {
 		}
 	}
 	// So is what a message's trace says.
-	traces := intruder(t, c.URL(), up2)
+	traces := connAs(t, c.URL(), up2)
 	for _, at := range others {
 		m := nats.NewMsg(own)
 		m.Header.Set("Nats-Trace-Dest", at)
@@ -252,8 +252,8 @@ func TestAnswersOfUsers(t *testing.T) {
 // Each asks and answers the others, and speaks for itself only.
 func TestEnginesOfBothRoles(t *testing.T) {
 	leaktest.Check(t)
-	ua, ub, evil := newUser(t), newUser(t), newUser(t)
-	all := []string{ua.key, ub.key, evil.key}
+	ua, ub, attacker := newUser(t), newUser(t), newUser(t)
+	all := []string{ua.key, ub.key, attacker.key}
 	c := nettest.NewNATS(t, "-c", nettest.ClusterOf(t, all, all))
 	var buses []*Bus
 	for name, u := range map[string]user{"BA": ua, "BB": ub} {
@@ -263,17 +263,17 @@ func TestEnginesOfBothRoles(t *testing.T) {
 		buses = append(buses, b)
 	}
 	for i, b := range buses {
-		self, other := nick(b.opt.Identity.ID()), nick(buses[1-i].opt.Identity.ID())
-		if a, _, err := b.Lookup(ctxOf(t, within), core.Target{EngineID: map[string]user{"BA": ua, "BB": ub}[other].engine(other)}); err != nil || nick(a.ID) != other {
+		self, other := shortName(b.opt.Identity.ID()), shortName(buses[1-i].opt.Identity.ID())
+		if a, _, err := b.Lookup(ctxOf(t, within), core.Target{EngineID: map[string]user{"BA": ua, "BB": ub}[other].engine(other)}); err != nil || shortName(a.ID) != other {
 			t.Errorf("%s finds %+v, %v", self, a, err)
 		}
 		ask(t, b, "", core.AgentID(other), other+" via : hello "+self)
 	}
 	a, b := buses[0].opt.Identity.ID(), buses[1].opt.Identity.ID()
 	for _, at := range []string{subject(a, b), subject(b, a), inboxOf(a) + ".1", "$JS.API.STREAM.UPDATE." + stream} {
-		primes(t, c.URL(), evil, evil, at)
-		nc := intruder(t, c.URL(), evil)
-		if err := nc.PublishRequest(at, inboxRoot+evil.key+".box.x", nil); err != nil || !refusedAt(t, nc, at) {
+		probesReplySubject(t, c.URL(), attacker, attacker, at)
+		nc := connAs(t, c.URL(), attacker)
+		if err := nc.PublishRequest(at, inboxRoot+attacker.key+".box.x", nil); err != nil || !refusedAt(t, nc, at) {
 			t.Errorf("it says something at %s: %v", at, err)
 		}
 	}

@@ -10,8 +10,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// forgetful is an agent that knows no session at the first request.
-func (s *sealedPair) forgetful(t *testing.T) (id core.AgentID, opens, requests *atomic.Int32) {
+// forgetsSessions is an agent that knows no session at the first request.
+func (s *sealedPair) forgetsSessions(t *testing.T) (id core.AgentID, opens, requests *atomic.Int32) {
 	t.Helper()
 	p := NewIdentity()
 	opens, requests = new(atomic.Int32), new(atomic.Int32)
@@ -34,10 +34,10 @@ func (s *sealedPair) forgetful(t *testing.T) (id core.AgentID, opens, requests *
 	return p.id, opens, requests
 }
 
-// TestForgetfulAgent: an agent that forgets each session at once cannot be reached, to a caller. A request is repeated once.
-func TestForgetfulAgent(t *testing.T) {
+// TestUnknownSession: an agent that forgets each session at once cannot be reached, to a caller. A request is repeated once.
+func TestUnknownSession(t *testing.T) {
 	s := newSealedPair(t)
-	p, opens, requests := s.forgetful(t)
+	p, opens, requests := s.forgetsSessions(t)
 	_, err := s.decode.Request(ctxOf(t, within), "", p, &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{}})
 	mustBe(t, err, core.ErrUnreachable)
 	if o, r := opens.Load(), requests.Load(); o < 2 || r != 2 {

@@ -47,8 +47,8 @@ func namedAt(server core.AgentID) {
 	}
 }
 
-// nick is the name of an id, here or at any server; the id itself if it has none.
-func nick[T ~string](id T) string {
+// shortName is the name of an id, here or at any server; the id itself if it has none.
+func shortName[T ~string](id T) string {
 	names.Lock()
 	defer names.Unlock()
 	if name, ok := names.byID[core.AgentID(id)]; ok {
@@ -67,28 +67,28 @@ func reach(b *Bus, name string) core.AgentID {
 		return i.ID()
 	}
 	if s := b.opt.Server; s != nil {
-		s.gate.mu.Lock()
+		s.authenticator.mu.Lock()
 		var in []core.AgentID
-		for _, c := range s.gate.pass {
+		for _, c := range s.authenticator.users {
 			in = append(in, c.id)
 		}
-		s.gate.mu.Unlock()
+		s.authenticator.mu.Unlock()
 		for _, id := range in {
-			if nick(id) == name {
+			if shortName(id) == name {
 				return id
 			}
 		}
 		return i.At(s.opt.Identity.ID()).ID()
 	}
-	if home := b.homeLink(); home != nil && home.entrance != nil {
-		return i.At(home.entrance.server()).ID()
+	if home := b.homeLink(); home != nil && home.handshake != nil {
+		return i.At(home.handshake.server()).ID()
 	}
 	return i.ID()
 }
 
 // A handler that looks names up must answer soon, however many servers and names earlier
 // tests have made: TestHomeIsOpenedAgain gives each request 200 ms.
-func TestNickDerivesNoID(t *testing.T) {
+func TestShortNameDerivesNoID(t *testing.T) {
 	leaktest.Check(t)
 	before, p := named("D before its server"), newPort(t, "127.0.0.1:0", ServerOptions{})
 	late := named("D after its server")
@@ -97,12 +97,12 @@ func TestNickDerivesNoID(t *testing.T) {
 		"D after its server":  late.At(p.opt.Identity.ID()).ID(),
 		"nobody":              "nobody",
 	} {
-		if got := nick(id); got != want {
+		if got := shortName(id); got != want {
 			t.Errorf("%s is called %q, want %q", id, got, want)
 		}
 		least := 1.0 // of several runs: the server beside it allocates now and then
 		for range 20 {
-			least = min(least, testing.AllocsPerRun(100, func() { nick(id) }))
+			least = min(least, testing.AllocsPerRun(100, func() { shortName(id) }))
 		}
 		if least != 0 {
 			t.Errorf("the look-up of %q allocates each time: it derives ids", want)

@@ -52,7 +52,7 @@ func TestDeadServerAndItsSuccessor(t *testing.T) {
 	serve(prefill2)
 	register(t, prefill2, "e")
 	a, via, err := decode.Lookup(ctxOf(t, within), target)
-	if err != nil || nick(a.ID) != "P2" {
+	if err != nil || shortName(a.ID) != "P2" {
 		t.Fatalf("looked up %+v, %v", a, err)
 	}
 	ask(t, decode, via, "P2", "P2 via : hello D")
@@ -132,7 +132,7 @@ func TestUnreachableAddresses(t *testing.T) {
 	silent := newProxy(t, ol.Addr().String())
 	silent.frozen.Store(true)
 
-	hasty, patient := newBus(t, Options{Identity: named("D"), ConnectTimeout: 300 * time.Millisecond}), newBus(t, Options{Identity: named("D2"), ConnectTimeout: within})
+	shortWait, longWait := newBus(t, Options{Identity: named("D"), ConnectTimeout: 300 * time.Millisecond}), newBus(t, Options{Identity: named("D2"), ConnectTimeout: within})
 	for addr, want := range map[string]string{
 		closed:                             "refused",
 		"http://" + ol.Addr().String():     "404",
@@ -149,9 +149,9 @@ func TestUnreachableAddresses(t *testing.T) {
 		"%":                                "%",
 		"http://" + strings.Repeat("h", 600) + ":1": "600", // with its port and scheme 609
 	} {
-		d := patient
+		d := longWait
 		if addr == "http://"+silent.Addr().String() {
-			d = hasty
+			d = shortWait
 		}
 		_, _, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: addr})
 		if !errors.Is(err, core.ErrUnreachable) {
@@ -163,7 +163,7 @@ func TestUnreachableAddresses(t *testing.T) {
 		}
 	}
 	eventually(t, "no link is kept", func() error {
-		for _, d := range []*Bus{hasty, patient} {
+		for _, d := range []*Bus{shortWait, longWait} {
 			d.mu.Lock()
 			left := len(d.links)
 			d.mu.Unlock()

@@ -17,7 +17,7 @@ import (
 )
 
 // TestForgedProofs: a proof is worth nothing on another connection, for another right, or
-// from the other side; and a client that cannot prove anything gets no further than the greeting.
+// from the other side; and a client that cannot prove anything gets no further than the handshake.
 func TestForgedProofs(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right", JoinToken: "ranks"})
@@ -28,8 +28,8 @@ func TestForgedProofs(t *testing.T) {
 		}
 		return b
 	}
-	// answer is the server's last word on a line of a client's greeting.
-	answer := func(line func(s tls.ConnectionState, greeting []string) string) string {
+	// answer is the server's last word on a line of a client's handshake.
+	answer := func(line func(s tls.ConnectionState, handshake []string) string) string {
 		t.Helper()
 		_, conn, br := rawUpgrade(t, p.addr, good)
 		secure := tls.Client(&headConn{conn, br}, clientTLS(named("E").At))
@@ -37,47 +37,47 @@ func TestForgedProofs(t *testing.T) {
 		if err := secure.Handshake(); err != nil {
 			t.Fatal(err)
 		}
-		greeting, err := readLine(secure)
+		handshake, err := readLine(secure)
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, _ = io.WriteString(secure, line(secure.ConnectionState(), strings.Split(greeting, " "))+"\n")
+		_, _ = io.WriteString(secure, line(secure.ConnectionState(), strings.Split(handshake, " "))+"\n")
 		last, _ := readLine(secure)
 		return last
 	}
 	old := ""
 	if last := answer(func(s tls.ConnectionState, _ []string) string {
-		old = knows("right", "client", rightAsk, bound(s))
+		old = proofOf("right", "client", rightAsk, bound(s))
 		return "ask token - " + old
 	}); last != "ok" {
 		t.Fatalf("a true proof: %q", last)
 	}
 	if last := answer(func(s tls.ConnectionState, _ []string) string {
-		return "join token - " + knows("ranks", "client", rightJoin, bound(s))
+		return "join token - " + proofOf("ranks", "client", rightJoin, bound(s))
 	}); last != "ok" {
 		t.Fatalf("a true proof of a rank: %q", last)
 	}
-	for what, line := range map[string]func(s tls.ConnectionState, greeting []string) string{
+	for what, line := range map[string]func(s tls.ConnectionState, handshake []string) string{
 		"of another connection":  func(tls.ConnectionState, []string) string { return "ask token - " + old },
 		"the server's own":       func(_ tls.ConnectionState, g []string) string { return "ask token - " + g[1] },
 		"the server's for ranks": func(_ tls.ConnectionState, g []string) string { return "join token - " + g[2] },
 		"for asking, to join": func(s tls.ConnectionState, _ []string) string {
-			return "join token - " + knows("right", "client", rightAsk, bound(s))
+			return "join token - " + proofOf("right", "client", rightAsk, bound(s))
 		},
 		"the token, to join": func(s tls.ConnectionState, _ []string) string {
-			return "join token - " + knows("right", "client", rightJoin, bound(s))
+			return "join token - " + proofOf("right", "client", rightJoin, bound(s))
 		},
 		"as a local rank": func(s tls.ConnectionState, _ []string) string {
-			return "join local - " + knows("right", "client", rightJoin, bound(s))
+			return "join local - " + proofOf("right", "client", rightJoin, bound(s))
 		},
 		"nothing":          func(tls.ConnectionState, []string) string { return "ask open - -" },
 		"nothing, to join": func(tls.ConnectionState, []string) string { return "join open - -" },
 		"an unknown nkey":  func(tls.ConnectionState, []string) string { return "ask nkey UAAA AAAA" },
 		"another right": func(s tls.ConnectionState, _ []string) string {
-			return "own token - " + knows("right", "client", rightAsk, bound(s))
+			return "own token - " + proofOf("right", "client", rightAsk, bound(s))
 		},
 		"too little": func(tls.ConnectionState, []string) string { return "ask" },
-		"too much":   func(tls.ConnectionState, []string) string { return strings.Repeat("a", 2*maxGreeting) },
+		"too much":   func(tls.ConnectionState, []string) string { return strings.Repeat("a", 2*maxHandshakeLine) },
 	} {
 		if last := answer(line); last == "ok" {
 			t.Errorf("a proof %s is taken", what)
@@ -102,7 +102,7 @@ func TestRelayedProof(t *testing.T) {
 	defer l.Close()
 	type told struct{ sent, answer string }
 	got := make(chan told, 1)
-	go func() { // it greets D with P's own greeting of its own connection to P
+	go func() { // it begins the handshake with D by P's own handshake of its own connection to P
 		defer close(got)
 		c, err := l.Accept()
 		if err != nil {
@@ -132,8 +132,8 @@ func TestRelayedProof(t *testing.T) {
 		if toP.Handshake() != nil {
 			return
 		}
-		greeting, _ := readLine(toP)
-		_, _ = io.WriteString(toD, greeting+"\n")
+		handshake, _ := readLine(toP)
+		_, _ = io.WriteString(toD, handshake+"\n")
 		proof, _ := readLine(toD)
 		if proof == "" { // D has said nothing
 			proof = "ask open - -"
@@ -169,9 +169,9 @@ func TestIdentityForEachServer(t *testing.T) {
 			seen[entered(t, p)]++
 			_ = conn.Close()
 			eventually(t, "the client has left", func() error {
-				p.gate.mu.Lock()
-				defer p.gate.mu.Unlock()
-				if len(p.gate.pass) > 0 {
+				p.authenticator.mu.Lock()
+				defer p.authenticator.mu.Unlock()
+				if len(p.authenticator.users) > 0 {
 					return errors.New("not yet")
 				}
 				return nil
@@ -187,9 +187,9 @@ func TestIdentityForEachServer(t *testing.T) {
 func entered(t testing.TB, p *port) (id core.AgentID) {
 	t.Helper()
 	eventually(t, "the client is in", func() error {
-		p.gate.mu.Lock()
-		defer p.gate.mu.Unlock()
-		for _, c := range p.gate.pass {
+		p.authenticator.mu.Lock()
+		defer p.authenticator.mu.Unlock()
+		for _, c := range p.authenticator.users {
 			id = c.id
 		}
 		if id == "" {
@@ -200,9 +200,9 @@ func entered(t testing.TB, p *port) (id core.AgentID) {
 	return id
 }
 
-// TestStrangersAreBounded: a client that does not prove itself is sent away, holds no
+// TestHandshakesAreBounded: a client that does not prove itself is sent away, holds no
 // place of an admitted client, and cannot do anything before.
-func TestStrangersAreBounded(t *testing.T) {
+func TestHandshakesAreBounded(t *testing.T) {
 	leaktest.Check(t)
 	log, logs := observed()
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right", MaxConns: 1, Logger: log, proofWithin: 2 * time.Second})
@@ -210,24 +210,24 @@ func TestStrangersAreBounded(t *testing.T) {
 	if text, _ := io.ReadAll(br); strings.Contains(string(text), "+OK") {
 		t.Fatalf("%q", text)
 	}
-	var strangers []*bufio.Reader
-	for len(strangers) < maxHandshakes {
+	var pending []*bufio.Reader
+	for len(pending) < maxHandshakes {
 		status, _, br := rawUpgrade(t, p.addr, good)
 		if status == 503 {
 			break // some have been sent away meanwhile, or the bound is reached
 		}
-		strangers = append(strangers, br)
+		pending = append(pending, br)
 	}
-	if len(strangers) == 0 {
-		t.Fatal("no stranger got as far as the handshake")
+	if len(pending) == 0 {
+		t.Fatal("no unauthenticated client got as far as the handshake")
 	}
 	p.clients.mu.Lock()
-	waiting := len(p.clients.conns) - p.clients.in
+	waiting := len(p.clients.conns) - p.clients.authenticated
 	p.clients.mu.Unlock()
 	if waiting > maxHandshakes {
 		t.Errorf("%d connections are in the handshake", waiting)
 	}
-	for _, br := range strangers {
+	for _, br := range pending {
 		// The server's last word is sometimes lost, by its own doing.
 		if text, err := io.ReadAll(br); err != nil || strings.Contains(string(text), "PONG") {
 			t.Fatalf("%q, %v", text, err)
@@ -248,7 +248,7 @@ func TestStrangersAreBounded(t *testing.T) {
 		return nil
 	})
 	p.clients.mu.Lock()
-	clients := p.clients.in
+	clients := p.clients.authenticated
 	p.clients.mu.Unlock()
 	if clients != 1 {
 		t.Errorf("%d clients are counted", clients)
@@ -257,8 +257,8 @@ func TestStrangersAreBounded(t *testing.T) {
 	eventually(t, "the client's place is free", func() error {
 		p.clients.mu.Lock()
 		defer p.clients.mu.Unlock()
-		if p.clients.in != 0 || len(p.clients.conns) != 0 {
-			return fmt.Errorf("%d clients, %d connections", p.clients.in, len(p.clients.conns))
+		if p.clients.authenticated != 0 || len(p.clients.conns) != 0 {
+			return fmt.Errorf("%d clients, %d connections", p.clients.authenticated, len(p.clients.conns))
 		}
 		return nil
 	})

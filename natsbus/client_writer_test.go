@@ -8,13 +8,13 @@ import (
 	"testing"
 )
 
-// TestOutletPassesAll: pieces of all sizes come out as they went in, however the client reads,
+// TestClientWriterPassesAll: pieces of all sizes come out as they went in, however the client reads,
 // and what is kept takes hardly more memory than its bytes.
-func TestOutletPassesAll(t *testing.T) {
+func TestClientWriterPassesAll(t *testing.T) {
 	budget := newBudget(1 << 30)
 	from, server := io.Pipe()
 	client, to := net.Pipe()
-	o := newOutlet(from, to, newWindow(&share{of: budget, end: func() {}}, newQuestions()), &share{of: budget, end: func() {}})
+	o := newClientWriter(from, to, newWindow(&share{of: budget, end: func() {}}, newRegistryQueries()), &share{of: budget, end: func() {}})
 	ended := make(chan error, 1)
 	go func() {
 		err := o.run()

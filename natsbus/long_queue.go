@@ -18,49 +18,49 @@ import (
 // answered at a time, and the short ones of others go on beside it. Those of ranks that join this agent wait apart, since their answers
 // wait for the registry. Where a link is to one prefill engine's host, that link waits, see places.
 const (
-	maxLongs     = 256      // that wait
-	maxLongBytes = 16 << 20 // of all that wait; one request may wait however long it is
+	maxLongRequests = 256      // that wait
+	maxLongBytes    = 16 << 20 // of all that wait; one request may wait however long it is
 )
 
-// longs are the long requests that wait. Their owners take turns: each has one answered in a round. What comes is for the next round or
+// longQueue are the long requests that wait. Their owners take turns: each has one answered in a round. What comes is for the next round or
 // a later one, so that new owners without an end keep none out; in a round those of whom nothing waited go first. If there is no room,
 // the newest of the owner with the most bytes gives way to an owner that has fewer. An owner of whom nothing waits has a place also if
-// it would have more, while another has two. A request that gives way gets no answer: to its asker it is lost on the way. If the asker
+// it would have more, while another has two. A request that gives way gets no answer: to its requester it is lost on the way. If the requester
 // heard of it, it would ask again at once, which costs more than the answer does.
 //
-// A hello that has waited for patience is late: by the default connect_timeout_s its asker has given it up, or asked again. Its turn goes to its owner's
+// A hello that has waited for the timeout is late: by the default connect_timeout_s its requester has given it up, or asked again. Its turn goes to its owner's
 // newest request. The other requests are never late, since they are of use though nobody hears the answer.
-type longs struct {
+type longQueue struct {
 	mu        sync.Mutex
-	queue     []*asked // in the order in which they are answered
+	queue     []*inboundRequest // in the order in which they are answered
 	bytes     int
 	of        map[string]waiting // what waits, of each owner
 	round     int                // that goes on
 	answering bool
-	patience  time.Duration
+	timeout   time.Duration
 	owner     func(core.AgentID) string
 }
 
 // waiting is how much of an owner waits.
 type waiting struct{ requests, bytes int }
 
-func newLongs(patience time.Duration, owner func(core.AgentID) string) *longs {
-	return &longs{of: map[string]waiting{}, patience: patience, owner: owner}
+func newLongQueue(timeout time.Duration, owner func(core.AgentID) string) *longQueue {
+	return &longQueue{of: map[string]waiting{}, timeout: timeout, owner: owner}
 }
 
 // put has a request wait, and says how many have lost their place: this one, or others that made room for it. starts: nobody answers
 // them at this moment, so the caller does.
-func (q *longs) put(v *asked) (dropped int, starts bool) {
+func (q *longQueue) put(v *inboundRequest) (dropped int, starts bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	v.came = time.Now()
 	owner, size := q.owner(v.from), v.m.Size()
-	dropped, ok := q.makeRoom(owner, size)
+	dropped, ok := q.evict(owner, size)
 	if !ok {
 		return 1, false
 	}
 	v.round, v.again = q.round+1, false
-	if last := q.newest(q.queue, owner); last >= 0 && !fault.On("bus-longs-in-order") {
+	if last := q.newest(q.queue, owner); last >= 0 && !fault.On("bus-long-requests-in-order") {
 		v.round, v.again = q.queue[last].round+1, true
 	}
 	at := len(q.queue)
@@ -76,27 +76,27 @@ func (q *longs) put(v *asked) (dropped int, starts bool) {
 }
 
 // before says whether a long request is answered before one that came earlier.
-func (v *asked) before(earlier *asked) bool {
+func (v *inboundRequest) before(earlier *inboundRequest) bool {
 	return v.round < earlier.round || v.round == earlier.round && !v.again && earlier.again
 }
 
-// makeRoom drops what gives way to an owner's next request, and says how many that are. If all that would give way is not enough, it
+// evict drops what gives way to an owner's next request, and says how many that are. If all that would give way is not enough, it
 // drops none, and ok is false. q.mu is held.
-func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
+func (q *longQueue) evict(owner string, size int) (dropped int, ok bool) {
 	queue, bytes, of := q.queue, q.bytes, q.of
-	for len(queue) >= maxLongs || len(queue) > 0 && bytes+size > maxLongBytes {
-		gives, _ := greediest(of, 1) // somebody waits
-		if of[gives].bytes <= of[owner].bytes+size {
-			two, has := greediest(of, 2)
+	for len(queue) >= maxLongRequests || len(queue) > 0 && bytes+size > maxLongBytes {
+		victim, _ := largestOwner(of, 1) // somebody waits
+		if of[victim].bytes <= of[owner].bytes+size {
+			two, has := largestOwner(of, 2)
 			if !has || of[owner].requests > 0 {
 				return 0, false
 			}
-			gives = two
+			victim = two
 		}
 		if dropped == 0 {
 			queue, of = slices.Clone(queue), maps.Clone(of)
 		}
-		i := q.newest(queue, gives)
+		i := q.newest(queue, victim)
 		bytes = q.less(of, bytes, queue[i])
 		queue = slices.Delete(queue, i, i+1)
 		dropped++
@@ -105,8 +105,8 @@ func (q *longs) makeRoom(owner string, size int) (dropped int, ok bool) {
 	return dropped, true
 }
 
-// greediest is the owner with the most bytes, of those with so many requests, if there is one. Of equals it is the first by name.
-func greediest(of map[string]waiting, requests int) (owner string, ok bool) {
+// largestOwner is the owner with the most bytes, of those with so many requests, if there is one. Of equals it is the first by name.
+func largestOwner(of map[string]waiting, requests int) (owner string, ok bool) {
 	for o, s := range of {
 		if most := of[owner].bytes; s.requests >= requests && (!ok || s.bytes > most || s.bytes == most && o < owner) {
 			owner, ok = o, true
@@ -116,7 +116,7 @@ func greediest(of map[string]waiting, requests int) (owner string, ok bool) {
 }
 
 // newest is the place of an owner's newest request; -1 if it has none.
-func (q *longs) newest(queue []*asked, owner string) int {
+func (q *longQueue) newest(queue []*inboundRequest, owner string) int {
 	for i, v := range slices.Backward(queue) {
 		if q.owner(v.from) == owner {
 			return i
@@ -126,7 +126,7 @@ func (q *longs) newest(queue []*asked, owner string) int {
 }
 
 // less takes a request away from its owner's, and says how many bytes are left of all.
-func (q *longs) less(of map[string]waiting, bytes int, v *asked) (left int) {
+func (q *longQueue) less(of map[string]waiting, bytes int, v *inboundRequest) (left int) {
 	owner, size := q.owner(v.from), v.m.Size()
 	had := of[owner]
 	if of[owner] = (waiting{had.requests - 1, had.bytes - size}); had.requests == 1 {
@@ -136,7 +136,7 @@ func (q *longs) less(of map[string]waiting, bytes int, v *asked) (left int) {
 }
 
 // next is the request to answer; nil if none waits: then the caller answers them no more.
-func (q *longs) next() (v *asked, late bool) {
+func (q *longQueue) next() (v *inboundRequest, late bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if len(q.queue) == 0 {
@@ -161,8 +161,8 @@ func (q *longs) next() (v *asked, late bool) {
 }
 
 // late says whether nobody waits for a request's answer any more, most likely, and the answer is all that it is for.
-func (q *longs) late(v *asked) bool {
-	return time.Since(v.came) > q.patience && isHello(v.m.Data) && !fault.On("bus-longs-never-late")
+func (q *longQueue) late(v *inboundRequest) bool {
+	return time.Since(v.came) > q.timeout && isHello(v.m.Data) && !fault.On("bus-long-requests-never-late")
 }
 
 // isHello says whether a request is a hello, without reading all of it. kvconn writes the kind first.
@@ -182,7 +182,7 @@ func isHello(request []byte) bool {
 }
 
 // unanswered counts those that wait, with the one that is being answered.
-func (q *longs) unanswered() (n int) {
+func (q *longQueue) unanswered() (n int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if n = len(q.queue); q.answering {

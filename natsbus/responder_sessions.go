@@ -15,36 +15,36 @@ import (
 
 // Bounds of the sessions that an agent keeps, some 2 KiB each.
 const (
-	maxSessions = 8192            // twice node's peers
-	maxUnused   = 4096            // opened by others, and not used yet
-	servedLife  = 2 * sessionLife // the asker opens another before
+	maxSessions   = 8192            // twice node's peers
+	maxUnused     = 4096            // opened by others, and not used yet
+	responderLife = 2 * sessionLife // the requester opens another before
 )
 
-// served are the sessions that others have opened to ask this agent.
+// responderSessions are the sessions that others have opened to ask this agent.
 //
-// A session that its asker has not used stands apart: an open can be sent again by whoever has
+// A session that its requester has not used stands apart: an open can be sent again by whoever has
 // heard it, and takes no place from those in use. If there are too many in use, the key that has
 // the most gives its least recently used one up. Its agent is told so when it asks again, and
 // opens another.
-type served struct {
+type responderSessions struct {
 	mu     sync.Mutex
 	closed bool
-	by     map[uint64]*held
+	by     map[uint64]*responderSession
 	opens  map[[sha256.Size]byte]bool // of the sessions that there are
 	unused *list.List                 // of *held, the oldest first
 	used   *list.List                 // by their last use
 
-	uses    uint64 // counts them
-	each    map[[ed25519.PublicKeySize]byte]*holder
-	holders holders
+	uses uint64 // counts them
+	each map[[ed25519.PublicKeySize]byte]*keySessions
+	heap keyHeap
 }
 
-func newServed() *served {
-	return &served{by: map[uint64]*held{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]*holder{}}
+func newResponderSessions() *responderSessions {
+	return &responderSessions{by: map[uint64]*responderSession{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]*keySessions{}}
 }
 
 // repeated says that there is a session for an open already.
-func (s *served) repeated(open []byte) bool {
+func (s *responderSessions) repeated(open []byte) bool {
 	name := sha256.Sum256(open)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -52,27 +52,27 @@ func (s *served) repeated(open []byte) bool {
 }
 
 // number is one for the next session.
-func (s *served) number() uint64 {
+func (s *responderSessions) number() uint64 {
 	var b [8]byte
 	rand.Read(b[:])
 	return binary.BigEndian.Uint64(b[:])
 }
 
 // add keeps a session that was opened just now. It does not if its open or its number is there already, or after close.
-func (s *served) add(v *held) bool {
+func (s *responderSessions) add(v *responderSession) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed || s.by[v.id] != nil || s.opens[v.open] {
 		return false
 	}
 	for e := s.unused.Front(); e != nil; e = s.unused.Front() {
-		if old := e.Value.(*held); s.unused.Len() < maxUnused && v.began.Sub(old.began) < unusedLife {
+		if old := e.Value.(*responderSession); s.unused.Len() < maxUnused && v.began.Sub(old.began) < unusedLife {
 			break
 		}
-		s.drop(e.Value.(*held))
+		s.drop(e.Value.(*responderSession))
 	}
-	for e := s.used.Front(); e != nil && v.began.Sub(e.Value.(*held).began) >= servedLife; e = s.used.Front() {
-		s.drop(e.Value.(*held))
+	for e := s.used.Front(); e != nil && v.began.Sub(e.Value.(*responderSession).began) >= responderLife; e = s.used.Front() {
+		s.drop(e.Value.(*responderSession))
 	}
 	s.by[v.id], s.opens[v.open], v.last = v, true, v.began
 	v.place = s.unused.PushBack(v)
@@ -80,7 +80,7 @@ func (s *served) add(v *held) bool {
 }
 
 // drop forgets a session; mu is held.
-func (s *served) drop(v *held) {
+func (s *responderSessions) drop(v *responderSession) {
 	delete(s.by, v.id)
 	delete(s.opens, v.open)
 	if !v.proved {
@@ -91,11 +91,11 @@ func (s *served) drop(v *held) {
 }
 
 // find is the session of a request, and what its number says. It is nil if there is none.
-func (s *served) find(id, number uint64, now time.Time) (*held, arrival) {
+func (s *responderSessions) find(id, number uint64, now time.Time) (*responderSession, arrival) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	v := s.by[id]
-	if v == nil || now.Sub(v.began) >= servedLife || v.idle(now) {
+	if v == nil || now.Sub(v.began) >= responderLife || v.idle(now) {
 		return nil, arrivalNew
 	}
 	if fault.On("seal-replayed") {
@@ -104,8 +104,8 @@ func (s *served) find(id, number uint64, now time.Time) (*held, arrival) {
 	return v, v.replays.look(number)
 }
 
-// use notes a request that the asker has made: its tag was right. It is taken once.
-func (s *served) use(v *held, number uint64) arrival {
+// use notes a request that the requester has made: its tag was right. It is taken once.
+func (s *responderSessions) use(v *responderSession, number uint64) arrival {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if a := v.replays.take(number); a != arrivalNew && !fault.On("seal-replayed") {
@@ -120,7 +120,7 @@ func (s *served) use(v *held, number uint64) arrival {
 		return arrivalNew
 	}
 	if s.used.Len() >= maxSessions {
-		s.drop(s.holders.first())
+		s.drop(s.heap.evictable())
 	}
 	s.unused.Remove(v.place)
 	v.proved = true
@@ -129,57 +129,57 @@ func (s *served) use(v *held, number uint64) arrival {
 }
 
 // hold puts a session, used just now, with those of its key; mu is held, as in the next two.
-func (s *served) hold(v *held) {
+func (s *responderSessions) hold(v *responderSession) {
 	s.uses++
 	v.used, v.place = s.uses, s.used.PushBack(v)
 	h := s.each[v.key]
 	if h == nil {
-		h = &holder{key: v.key, sessions: list.New(), since: v.used}
+		h = &keySessions{key: v.key, sessions: list.New(), since: v.used}
 		s.each[v.key] = h
-		v.holder, v.among = h, h.sessions.PushBack(v)
-		heap.Push(&s.holders, h)
+		v.owner, v.among = h, h.sessions.PushBack(v)
+		heap.Push(&s.heap, h)
 		return
 	}
-	v.holder, v.among = h, h.sessions.PushBack(v)
-	heap.Fix(&s.holders, h.at)
+	v.owner, v.among = h, h.sessions.PushBack(v)
+	heap.Fix(&s.heap, h.at)
 }
 
 // touch notes a use.
-func (s *served) touch(v *held) {
+func (s *responderSessions) touch(v *responderSession) {
 	s.uses++
 	v.used = s.uses
 	s.used.MoveToBack(v.place)
-	v.holder.sessions.MoveToBack(v.among)
+	v.owner.sessions.MoveToBack(v.among)
 }
 
 // release takes a session away from those of its key.
-func (s *served) release(v *held) {
+func (s *responderSessions) release(v *responderSession) {
 	s.used.Remove(v.place)
-	h := v.holder
+	h := v.owner
 	h.sessions.Remove(v.among)
 	if h.sessions.Len() == 0 {
 		delete(s.each, h.key)
-		heap.Remove(&s.holders, h.at)
+		heap.Remove(&s.heap, h.at)
 		return
 	}
-	heap.Fix(&s.holders, h.at)
+	heap.Fix(&s.heap, h.at)
 }
 
 // sweep forgets idle sessions, and says how many are left.
-func (s *served) sweep(now time.Time) (left int) {
+func (s *responderSessions) sweep(now time.Time) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for e := s.unused.Front(); e != nil && now.Sub(e.Value.(*held).began) >= unusedLife; e = s.unused.Front() {
-		s.drop(e.Value.(*held))
+	for e := s.unused.Front(); e != nil && now.Sub(e.Value.(*responderSession).began) >= unusedLife; e = s.unused.Front() {
+		s.drop(e.Value.(*responderSession))
 	}
-	for e := s.used.Front(); e != nil && e.Value.(*held).idle(now); e = s.used.Front() {
-		s.drop(e.Value.(*held))
+	for e := s.used.Front(); e != nil && e.Value.(*responderSession).idle(now); e = s.used.Front() {
+		s.drop(e.Value.(*responderSession))
 	}
 	return len(s.by)
 }
 
 // close forgets all sessions, for good.
-func (s *served) close() {
+func (s *responderSessions) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.closed = true

@@ -8,17 +8,17 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// asked is a request that was let in.
-type asked struct {
+// inboundRequest is a request that was let in.
+type inboundRequest struct {
 	link *link
 	from core.AgentID
 	m    *nats.Msg
 	long bool
-	// Of one that waits in longs: when it came, the round in which it is answered, and whether others of its owner waited before it.
+	// Of one that waits in a longQueue: when it came, the round in which it is answered, and whether others of its owner waited before it.
 	came  time.Time
 	round int
 	again bool
 	// Of a sealed one: its session, nil if it has none here, and what its answer is bound to.
-	session *held
+	session *responderSession
 	mark    mark
 }

@@ -15,19 +15,19 @@ func TestPlace(t *testing.T) {
 		b, handlers := &Bus{}, make(chan struct{}, 2)
 		b.ctx = ctx
 		handlers <- struct{}{}
-		if why := b.place(handlers); why != "" {
+		if why := b.acquire(handlers); why != "" {
 			t.Errorf("one of two handlers is free: %s", why)
 		}
 		begin := time.Now()
-		if why := b.place(handlers); !strings.Contains(why, "overloaded: 2 requests") || time.Since(begin) != maxArrival {
+		if why := b.acquire(handlers); !strings.Contains(why, "overloaded: 2 requests") || time.Since(begin) != maxArrival {
 			t.Errorf("%q after %v, want that it is overloaded after %v", why, time.Since(begin), maxArrival)
 		}
 		time.AfterFunc(maxArrival-1, func() { <-handlers })
-		if why := b.place(handlers); why != "" {
+		if why := b.acquire(handlers); why != "" {
 			t.Errorf("a handler has become free: %s", why)
 		}
 		time.AfterFunc(maxArrival/2, cancel)
-		if why := b.place(handlers); why != "is closing" {
+		if why := b.acquire(handlers); why != "is closing" {
 			t.Errorf("%q, want that it is closing", why)
 		}
 	})

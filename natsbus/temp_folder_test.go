@@ -12,10 +12,10 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestPlantedInTheTempFolder: anybody may make names in a host's temporary folder. What is planted
+// TestForgedTempFolder: anybody may make names in a host's temporary folder. What is planted
 // there as a server's folder, or in one, gives a rank no secret, is not removed, and leads neither
 // to another file nor into a wait.
-func TestPlantedInTheTempFolder(t *testing.T) {
+func TestForgedTempFolder(t *testing.T) {
 	leaktest.Check(t)
 	tmp := t.TempDir()
 	t.Setenv("TMPDIR", tmp)

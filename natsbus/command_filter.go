@@ -23,23 +23,23 @@ const writeSize = 1 << 10
 // maxReplySubject bounds the subject of an answer: two ids and what nats.go adds.
 const maxReplySubject = 256
 
-// inlet passes a client's side of the NATS protocol on to the embedded server, command by
+// commandFilter passes a client's side of the NATS protocol on to the embedded server, command by
 // command. Permissions limit the subjects that a client uses. They do not limit the
 // subjects that a client names for answers. By these it could write through the agent
 // that answers.
-type inlet struct {
+type commandFilter struct {
 	from    *bufio.Reader
 	to      *bufio.Writer
 	connect string // what the server is told in place of the client's CONNECT
 	inbox   string // subjects of answers begin with it, and with a dot
 	window  *window
 
-	greeted bool
-	args    [4][]byte // of the command that is being read; another word is one too many
+	connected bool
+	args      [4][]byte // of the command that is being read; another word is one too many
 }
 
 // run passes commands on until the client or the server ends, or a command is not allowed.
-func (in *inlet) run() error {
+func (in *commandFilter) run() error {
 	for {
 		if in.from.Buffered() == 0 {
 			if err := in.to.Flush(); err != nil {
@@ -56,7 +56,7 @@ func (in *inlet) run() error {
 	}
 }
 
-func (in *inlet) line() ([]byte, error) {
+func (in *commandFilter) line() ([]byte, error) {
 	line, err := in.from.ReadSlice('\n')
 	if errors.Is(err, bufio.ErrBufferFull) {
 		return nil, fmt.Errorf("%w: a line of more than %d bytes", errProtocol, maxCommand)
@@ -64,7 +64,7 @@ func (in *inlet) line() ([]byte, error) {
 	return line, err
 }
 
-func (in *inlet) command(line []byte) error {
+func (in *commandFilter) command(line []byte) error {
 	text := bytes.TrimSuffix(bytes.TrimSuffix(line, []byte("\n")), []byte("\r"))
 	for _, c := range text {
 		if c < ' ' || c == 0x7f {
@@ -72,11 +72,11 @@ func (in *inlet) command(line []byte) error {
 		}
 	}
 	verb, rest, _ := bytes.Cut(text, space)
-	if !in.greeted {
+	if !in.connected {
 		if string(verb) != "CONNECT" {
 			return fmt.Errorf("%w: %.60q in place of CONNECT", errProtocol, line)
 		}
-		in.greeted = true
+		in.connected = true
 		_, err := in.to.WriteString(in.connect)
 		return err
 	}
@@ -94,7 +94,7 @@ func (in *inlet) command(line []byte) error {
 }
 
 // publish passes a message on. Only an answer may go without a subject for answers.
-func (in *inlet) publish(args [][]byte) error {
+func (in *commandFilter) publish(args [][]byte) error {
 	subj, reply := args[0], ""
 	if len(args) == 3 {
 		reply = string(args[1])
@@ -113,11 +113,11 @@ func (in *inlet) publish(args [][]byte) error {
 	if err := in.to.Flush(); err != nil { // answers to earlier requests may make room
 		return err
 	}
-	question := begins(subj, "$JS.")
-	if question && size > maxQuestion {
-		return fmt.Errorf("%w: a question of %d bytes to the registry, at most %d are carried", errProtocol, size, maxQuestion)
+	query := begins(subj, "$JS.")
+	if query && size > maxQuerySize {
+		return fmt.Errorf("%w: a query of %d bytes to the registry, at most %d are carried", errProtocol, size, maxQuerySize)
 	}
-	done, err := in.window.open(reply, int64(size), question)
+	done, err := in.window.open(reply, int64(size), query)
 	if err != nil {
 		return err
 	}
