@@ -19,16 +19,16 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, and the
+// TestUnauthenticatedDoNotKeepDecodersOut: connections that show no ticket are few, and the
 // oldest is closed first. Connections that show a wrong ticket are closed.
-func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
+func TestUnauthenticatedDoNotKeepDecodersOut(t *testing.T) {
 	leaktest.Check(t)
 	sink, logs := observer.New(zap.WarnLevel)
-	p, d := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 8, DialTimeout: time.Hour, Logger: zap.New(sink)}), newAgent(t, Config{})
-	strangers := func() (n int) {
+	p, d := newAgent(t, Config{MaxStreams: 4, MaxUnauthenticated: 8, DialTimeout: time.Hour, Logger: zap.New(sink)}), newAgent(t, Config{})
+	pending := func() (n int) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return len(p.sender.strangers.conns)
+		return len(p.sender.pending.conns)
 	}
 	var silent []net.Conn
 	for i := range 80 {
@@ -44,28 +44,28 @@ func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 		_, _ = c.Write(hello(newRandom(), 0, 1, 0)) // may be refused already
 		c.SetReadDeadline(time.Now().Add(bound))
 		if rest, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Fatalf("a stranger is let be, after %d bytes", len(rest))
+			t.Fatalf("an unauthenticated connection is let be, after %d bytes", len(rest))
 		}
 	}
 	for _, c := range silent[:len(silent)-8] { // each made place for a later one
 		c.SetReadDeadline(time.Now().Add(bound))
 		if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Fatal("a silent stranger is let be")
+			t.Fatal("a silent unauthenticated connection is let be")
 		}
 	}
-	if n := strangers(); n > 8 {
-		t.Fatalf("%d strangers", n)
+	if n := pending(); n > 8 {
+		t.Fatalf("%d pending connections", n)
 	}
 	move(t, p, d, "t")
 	var unlogged int
 	until(t, "the decode agent's two streams are there", func() bool { // the transfer needed only one of them
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		unlogged = p.sender.strangers.silent
+		unlogged = p.sender.pending.notLogged
 		return p.sender.streams == 2
 	})
 	if logs.Len() == 0 || unlogged == 0 && logs.Len() >= 40 {
-		t.Errorf("%d log lines and %d left out, of 72 strangers", logs.Len(), unlogged)
+		t.Errorf("%d log lines and %d left out, of 72 connections", logs.Len(), unlogged)
 	}
 }
 
@@ -190,7 +190,7 @@ func (p *fakeP) stream() (*rawConn, header) {
 	conn.SetReadDeadline(time.Now().Add(bound))
 	c := &rawConn{conn, p.t}
 	h, proof, err := readHello(c)
-	if err != nil || h.kind != frameHello || h.key != p.ticket.name() || !proof.shows(p.ticket, secret{}) {
+	if err != nil || h.kind != frameHello || h.key != p.ticket.name() || !proof.verify(p.ticket, secret{}) {
 		p.t.Fatalf("the stream begins with %+v, %v, want a hello with the ticket", h, err)
 	}
 	return c, h
@@ -228,8 +228,8 @@ func (a *agent) full(t *testing.T, v byte) {
 // bound, and disturbs nobody.
 func TestHostileHello(t *testing.T) {
 	leaktest.Check(t)
-	greeting := hello(newRandom(), 0, 1, 0)
-	other := bytes.Clone(greeting)
+	hello := hello(newRandom(), 0, 1, 0)
+	other := bytes.Clone(hello)
 	other[3]++ // the version
 	p, d := newAgent(t, Config{DialTimeout: 3 * time.Second}), newAgent(t, Config{})
 	move(t, p, d, "before")
@@ -238,19 +238,19 @@ func TestHostileHello(t *testing.T) {
 		then  func(c *rawConn)
 	}{
 		"nothing":                    {nil, (*rawConn).ends},
-		"half a header":              {greeting[:headerSize/2], (*rawConn).ends},
-		"half a header, and the end": {greeting[:headerSize/2], func(c *rawConn) { _ = c.Conn.(*net.TCPConn).CloseWrite(); c.ends() }},
+		"half a header":              {hello[:headerSize/2], (*rawConn).ends},
+		"half a header, and the end": {hello[:headerSize/2], func(c *rawConn) { _ = c.Conn.(*net.TCPConn).CloseWrite(); c.ends() }},
 		"garbage":                    {bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 64), (*rawConn).ends},
 		"another version":            {other, (*rawConn).ends},
 		"data first":                 {frameBytes(header{kind: frameData, length: 1 << 62}), (*rawConn).ends},
-		"a wrong ticket": {greeting, func(c *rawConn) {
+		"a wrong ticket": {hello, func(c *rawConn) {
 			if h := c.next(); h.kind != frameLeave {
 				c.t.Errorf("answered by %+v", h)
 			}
 			c.ends()
 		}},
 		"no ticket":    {frameBytes(header{kind: frameHello}), (*rawConn).ends},
-		"half a hello": {greeting[:headerSize+3], (*rawConn).ends},
+		"half a hello": {hello[:headerSize+3], (*rawConn).ends},
 	} {
 		t.Run(name, func(t *testing.T) {
 			raw := dial(t, p)
@@ -349,13 +349,13 @@ func TestStreamsOfOnePeer(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{MaxStreams: 4 * maxPeerStreams}), newAgent(t, Config{})
 	for i := range maxPeerStreams + 9 {
-		dial(t, p).say(p.hello(t, "greedy", i%maxPeerStreams, uint64(1+i), ^uint64(0)))
+		dial(t, p).say(p.hello(t, "many", i%maxPeerStreams, uint64(1+i), ^uint64(0)))
 	}
 	move(t, p, d, "beside")
 	until(t, "each has been greeted", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return p.sender.peers["greedy"].open == maxPeerStreams && len(p.sender.strangers.conns) == 0
+		return p.sender.peers["many"].open == maxPeerStreams && len(p.sender.pending.conns) == 0
 	})
 }
 
@@ -364,10 +364,10 @@ func TestStreamsOfOnePeer(t *testing.T) {
 func TestPeerThatNeverReads(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})
-	deaf := dial(t, p)
-	deaf.say(p.hello(t, "deaf", 0, 1, 0))
+	stalled := dial(t, p)
+	stalled.say(p.hello(t, "stalled", 0, 1, 0))
 	grant := newRandom()
-	p.Write(core.WriteOp{ID: "t", Peer: "deaf", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	p.Write(core.WriteOp{ID: "t", Peer: "stalled", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	for i := range 20 {
 		move(t, p, d, core.TransferID(fmt.Sprint("beside", i)))
 	}

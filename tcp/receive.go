@@ -155,15 +155,15 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 
 // revoke returns when no stream reads, or copies, into the runs any more, or with an error if Close waits for copies no longer.
 func (in *inbound) revoke() error {
-	in.bar()
+	in.block()
 	if !in.copies.wait() && !fault.On("tcp-revoke-unsure") {
 		return fmt.Errorf("tcp: transfer %q is revoked, but its memory is copied to: %w", string(in.id), core.ErrMayLand)
 	}
 	return nil
 }
 
-// bar has no stream read, or begin a copy, into the runs any more.
-func (in *inbound) bar() {
+// block has no stream read, or begin a copy, into the runs any more.
+func (in *inbound) block() {
 	in.fence.Lock()
 	defer in.fence.Unlock()
 	in.revoked = true
@@ -189,7 +189,7 @@ func (r *receiver) close() {
 	clear(r.byGrant)
 	r.mu.Unlock()
 	for _, in := range left {
-		in.bar() // the streams wait for the copies, and Close for the streams
+		in.block() // the streams wait for the copies, and Close for the streams
 	}
 }
 
@@ -247,7 +247,7 @@ type inStream struct {
 	vec      []iovec
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
-	landing  landing
+	staging  staging
 	least    int       // bytes that make the socket readable; 0 is 1
 	window   []run     // of the plan of the transfer whose frame is read
 	cuts     int       // runs of it since the frame began

@@ -9,16 +9,16 @@ import (
 	"github.com/kvconn/kvconn/internal/callprobe"
 )
 
-// slate is memory through which a record goes. The kernel copies between it and the engine's
+// recordBuffer is memory through which a record goes. The kernel copies between it and the engine's
 // blocks, as between them and a socket: a block that is not there is an EFAULT, and not the end
 // of this process. So the memory is also a file.
-type slate struct {
+type recordBuffer struct {
 	fd  int
 	mem []byte // recordBytes of plain text
 	box []byte // empty, with room for the records of a header and of mem
 }
 
-func newSlate() (*slate, error) {
+func newRecordBuffer() (*recordBuffer, error) {
 	err, fd := callprobe.Check(unix.SYS_MEMFD_CREATE), -1
 	if err == nil { // a filter of system calls lets the process live
 		fd, err = unix.MemfdCreate("kvconn", unix.MFD_CLOEXEC)
@@ -26,7 +26,7 @@ func newSlate() (*slate, error) {
 	if err != nil {
 		return nil, fmt.Errorf("memory for encrypted records: %w", err)
 	}
-	s := &slate{fd: fd, box: make([]byte, 0, sealedHeader+recordBytes+tagBytes)}
+	s := &recordBuffer{fd: fd, box: make([]byte, 0, sealedHeader+recordBytes+tagBytes)}
 	if err = unix.Fallocate(fd, 0, 0, recordBytes); err == nil { // else a write to mem could end this process
 		s.mem, err = unix.Mmap(fd, 0, recordBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	}
@@ -37,21 +37,21 @@ func newSlate() (*slate, error) {
 	return s, nil
 }
 
-func (s *slate) free() {
+func (s *recordBuffer) free() {
 	_ = unix.Munmap(s.mem)
 	_ = unix.Close(s.fd)
 }
 
-// slates keeps some that no stream uses. A stream holds one only within a frame.
-type slates struct {
+// recordBuffers keeps some that no stream uses. A stream holds one only within a frame.
+type recordBuffers struct {
 	mu     sync.Mutex
-	spare  []*slate
+	spare  []*recordBuffer
 	closed bool
 }
 
-const maxSpareSlates = 16
+const maxSpareBuffers = 16
 
-func (l *slates) take() (*slate, error) {
+func (l *recordBuffers) take() (*recordBuffer, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if n := len(l.spare); n > 0 {
@@ -59,20 +59,20 @@ func (l *slates) take() (*slate, error) {
 		l.spare = l.spare[:n-1]
 		return s, nil
 	}
-	return newSlate()
+	return newRecordBuffer()
 }
 
-func (l *slates) give(s *slate) {
+func (l *recordBuffers) give(s *recordBuffer) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.closed || len(l.spare) == maxSpareSlates {
+	if l.closed || len(l.spare) == maxSpareBuffers {
 		s.free()
 		return
 	}
 	l.spare = append(l.spare, s)
 }
 
-func (l *slates) close() {
+func (l *recordBuffers) close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true

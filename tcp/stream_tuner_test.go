@@ -15,7 +15,7 @@ var curves = map[string]struct {
 	"a slow link":              {[]float64{1}, []int{1}},
 	"two processors":           {[]float64{1, 1.6, 1.5, 1.3, 1.1}, []int{2}},
 	"a fast card":              {[]float64{1, 2, 2.9, 3.8, 4.6, 5.4, 6.1, 6.8, 6.8}, []int{7, 8}},
-	"a long way with losses":   {[]float64{1, 2, 3, 4, 5, 6, 7, 8}, []int{8}},
+	"a long path with losses":   {[]float64{1, 2, 3, 4, 5, 6, 7, 8}, []int{8}},
 	"little more by the third": {[]float64{1, 1.8, 1.85, 1.85}, []int{2}},
 }
 
@@ -23,15 +23,15 @@ func rateOf(rates []float64, n int) float64 { return rates[min(n, len(rates))-1]
 
 const testFrame = 2 << 20
 
-// search is a breadth that measures a curve.
+// search is a streamTuner that measures a curve.
 type search struct {
-	breadth
+	streamTuner
 	rnd        *rand.Rand
 	open, most int // streams of D
 }
 
 func newSearch(first, most int) *search {
-	return &search{newBreadth(first, testFrame), rand.New(rand.NewPCG(1, 2)), first, most}
+	return &search{newStreamTuner(first, testFrame), rand.New(rand.NewPCG(1, 2)), first, most}
 }
 
 // goes has it measure a curve, with so much noise, and says how many measurements were of another number than the one found.
@@ -52,9 +52,9 @@ func (s *search) goes(t *testing.T, rates []float64, noise float64, measurements
 	return others
 }
 
-// TestBreadth: the number of streams that pays is found, though what is measured varies, and afterwards few measurements are
+// TestStreamTuner: the number of streams that pays is found, though what is measured varies, and afterwards few measurements are
 // of another number.
-func TestBreadth(t *testing.T) {
+func TestStreamTuner(t *testing.T) {
 	for name, c := range curves {
 		t.Run(name, func(t *testing.T) {
 			s := newSearch(FirstStreams, 8)
@@ -75,8 +75,8 @@ func TestBreadth(t *testing.T) {
 	}
 }
 
-// TestBreadthFollows: when the way between the hosts changes, so does the number.
-func TestBreadthFollows(t *testing.T) {
+// TestStreamTunerFollows: when the path between the hosts changes, so does the number.
+func TestStreamTunerFollows(t *testing.T) {
 	s := newSearch(FirstStreams, 8)
 	for round, name := range []string{"a fast card", "a slow link", "two processors", "a fast card"} {
 		c := curves[name]
@@ -86,8 +86,8 @@ func TestBreadthFollows(t *testing.T) {
 	}
 }
 
-// TestBreadthOfOne: if there is nothing to compare, D is asked ever less often.
-func TestBreadthOfOne(t *testing.T) {
+// TestStreamTunerWithOneStream: if there is nothing to compare, D is asked ever less often.
+func TestStreamTunerWithOneStream(t *testing.T) {
 	s := newSearch(1, 1)
 	asks := 0
 	for range 4000 {
@@ -115,9 +115,9 @@ func TestStreamThatDiesAtOnce(t *testing.T) {
 		for range 4000 {
 			if s.open > 2 && dies(s) {
 				if s.open--; s.use > s.open {
-					s.lacks(s.open)
+					s.lostStreams(s.open)
 				}
-				s.breaks()
+				s.reset()
 			}
 			if _, ask := s.measured(1, s.open); ask {
 				asks++
@@ -131,39 +131,39 @@ func TestStreamThatDiesAtOnce(t *testing.T) {
 	}
 }
 
-// TestBreadthOfMissing: the streams that D has lost are used again when they come back, also if P has tried others meanwhile. They are
+// TestStreamTunerWithMissingStreams: the streams that D has lost are used again when they come back, also if P has tried others meanwhile. They are
 // not if P has found meanwhile that another number pays, or if D has had them since.
-func TestBreadthOfMissing(t *testing.T) {
+func TestStreamTunerWithMissingStreams(t *testing.T) {
 	for what, c := range map[string]struct {
 		rates []float64
 		found int // of six
 	}{"two pay": {[]float64{1, 2}, 6}, "one pays": {[]float64{1}, 1}} {
 		s := newSearch(6, 2)
 		s.open = 2
-		s.lacks(s.open)
+		s.lostStreams(s.open)
 		s.goes(t, c.rates, 0, 100)
 		if s.opened(6); s.found != c.found {
 			t.Errorf("%s: %d streams are found, want %d", what, s.found, c.found)
 		}
 	}
 	s := newSearch(6, 6)
-	s.lacks(2)
+	s.lostStreams(2)
 	s.opened(6)
-	s.finds(3) // as a trial does
+	s.setFound(3) // as a trial does
 	if s.opened(6); s.found != 3 {
 		t.Errorf("%d streams are found, want 3", s.found)
 	}
 }
 
 // sees hands over a reading of the round.
-func (b *breadth) sees(at time.Duration, acked uint64, open int) (rate float64, measured bool) {
+func (b *streamTuner) sees(at time.Duration, acked uint64, open int) (rate float64, measured bool) {
 	return b.read(b.round, reading{time.Unix(0, 0).Add(at), acked}, open)
 }
 
 // TestMeasurement: what is written first does not count, and what is written after a break does not.
 func TestMeasurement(t *testing.T) {
 	const use = 2
-	b := newBreadth(use, testFrame)
+	b := newStreamTuner(use, testFrame)
 	at, acked, frames := time.Duration(0), uint64(0), 0
 	write := func() (due bool) {
 		frames++
@@ -195,11 +195,11 @@ func TestMeasurement(t *testing.T) {
 	}
 	b.sees(at, acked, use)
 	b.wrote(testFrame)
-	b.breaks()
+	b.reset()
 	settles("after a break")
 	writes("a piece that breaks while it is read", use*pieceFrames)
 	round := b.round
-	b.breaks()
+	b.reset()
 	b.read(round, reading{time.Unix(0, 0).Add(time.Hour), 1 << 60}, use)
 	settles("after that")
 	for i := 1; i < measurePieces; i++ {
@@ -211,10 +211,10 @@ func TestMeasurement(t *testing.T) {
 	}
 }
 
-// TestBreadthOfFewer: D may come back with fewer streams than P has found. Those are used, and more are sought; those that come
+// TestStreamTunerWithFewerStreams: D may come back with fewer streams than P has found. Those are used, and more are sought; those that come
 // back are used again.
-func TestBreadthOfFewer(t *testing.T) {
-	b := newBreadth(6, testFrame)
+func TestStreamTunerWithFewerStreams(t *testing.T) {
+	b := newStreamTuner(6, testFrame)
 	settle := func(open int) {
 		for !b.wrote(testFrame) {
 		}
@@ -224,19 +224,19 @@ func TestBreadthOfFewer(t *testing.T) {
 	if b.use != 6 {
 		t.Fatalf("%d of 6 streams are used", b.use)
 	}
-	b.breaks()
+	b.reset()
 	settle(2)
 	if b.use != 2 || b.found != 2 {
 		t.Errorf("%d of 2 streams are used, %d found", b.use, b.found)
 	}
-	b.breaks()
+	b.reset()
 	settle(0)
 	for open := 3; open <= 8; open++ {
 		if b.opened(open); b.use != min(open, 6) {
 			t.Errorf("%d of %d streams are used", b.use, open)
 		}
 	}
-	b.breaks()
+	b.reset()
 	settle(4)
 	s := search{b, rand.New(rand.NewPCG(1, 2)), 4, 8}
 	if s.goes(t, []float64{1, 2, 3, 4, 5, 6, 7, 8}, 0, 1000); s.found != 8 {
@@ -244,7 +244,7 @@ func TestBreadthOfFewer(t *testing.T) {
 	}
 }
 
-// link is a way of a fixed rate for all streams together, between buffers of each stream at P and at D.
+// link is a link of a fixed rate for all streams together, between buffers of each stream at P and at D.
 type link struct {
 	sends, takes float64   // bytes of the buffers
 	held         []float64 // by the buffers of each stream
@@ -330,7 +330,7 @@ func TestBuffersDoNotPay(t *testing.T) {
 						t.Fatalf("%d streams are found after %v", s.found, now)
 					}
 					if left <= 0 {
-						s.breaks()
+						s.reset()
 						l.passes(time.Second)
 						now, left = now+time.Second, transfer
 					}

@@ -32,8 +32,8 @@ const (
 	longestPause  = 256
 )
 
-// breadth is how many streams are used for one D, and the search for the number. sender.mu guards it.
-type breadth struct {
+// streamTuner is how many streams are used for one D, and the search for the number. sender.mu guards it.
+type streamTuner struct {
 	frame   uint64 // bytes of a whole frame
 	use     int    // streams that take frames, if so many are open
 	found   int    // the number that paid best
@@ -64,18 +64,18 @@ type reading struct {
 	acked uint64
 }
 
-func newBreadth(first int, frame uint64) breadth {
-	return breadth{frame: frame, use: first, found: first, pause: shortestPause, wait: shortestPause}
+func newStreamTuner(first int, frame uint64) streamTuner {
+	return streamTuner{frame: frame, use: first, found: first, pause: shortestPause, wait: shortestPause}
 }
 
-// breaks says that what was written since the last reading does not count.
-func (b *breadth) breaks() {
+// reset says that what was written since the last reading does not count.
+func (b *streamTuner) reset() {
 	b.round++
 	b.written, b.settled = 0, false
 }
 
 // wrote says that a stream has written so many bytes. If it returns true, the caller takes a reading and hands it to read.
-func (b *breadth) wrote(bytes uint64) (due bool) {
+func (b *streamTuner) wrote(bytes uint64) (due bool) {
 	b.written += bytes
 	frames := settleFrames
 	if b.settled {
@@ -89,13 +89,13 @@ func (b *breadth) wrote(bytes uint64) (due bool) {
 }
 
 // read takes a reading that began in a round, with so many streams open. If it ends a measurement, read returns the rate.
-func (b *breadth) read(round int, r reading, open int) (rate float64, measured bool) {
+func (b *streamTuner) read(round int, r reading, open int) (rate float64, measured bool) {
 	b.reads = false
 	switch {
 	case round != b.round:
 		return 0, false
 	case open < b.use:
-		b.lacks(open)
+		b.lostStreams(open)
 		return 0, false
 	case b.settled:
 		b.took += r.at.Sub(b.last.at)
@@ -113,7 +113,7 @@ func (b *breadth) read(round int, r reading, open int) (rate float64, measured b
 
 // measured takes the rate of the streams in use. If another number is to be measured now, it says so. open is how many streams
 // can be used; ask says that D is to open one more.
-func (b *breadth) measured(rate float64, open int) (other, ask bool) {
+func (b *streamTuner) measured(rate float64, open int) (other, ask bool) {
 	switch {
 	case b.tries == 0:
 		if b.wait--; b.wait > 0 {
@@ -122,10 +122,10 @@ func (b *breadth) measured(rate float64, open int) (other, ask bool) {
 		return false, b.try(open)
 	case b.use == b.found:
 		b.rate = rate
-		b.uses(b.tries)
+		b.setUse(b.tries)
 	default:
 		b.ratios = append(b.ratios, rate/b.rate)
-		b.uses(b.found)
+		b.setUse(b.found)
 		if len(b.ratios) == comparisons {
 			b.decide()
 		}
@@ -134,7 +134,7 @@ func (b *breadth) measured(rate float64, open int) (other, ask bool) {
 }
 
 // try begins a trial, if another number can be tried. It says whether D must open a stream first.
-func (b *breadth) try(open int) (ask bool) {
+func (b *streamTuner) try(open int) (ask bool) {
 	more := !b.less || b.found == 1
 	if more && b.found >= open {
 		switch {
@@ -160,7 +160,7 @@ func (b *breadth) try(open int) (ask bool) {
 	return false
 }
 
-func (b *breadth) decide() {
+func (b *streamTuner) decide() {
 	slices.Sort(b.ratios)
 	ratio, least := b.ratios[comparisons/2], worthOneMore
 	if b.tries < b.found {
@@ -178,38 +178,38 @@ func (b *breadth) decide() {
 	if found != b.found {
 		b.missing = 0
 	}
-	b.finds(found)
+	b.setFound(found)
 }
 
 // finds ends a trial.
-func (b *breadth) finds(n int) {
+func (b *streamTuner) setFound(n int) {
 	b.found, b.tries, b.wait, b.ratios = n, 0, b.pause, b.ratios[:0]
-	b.uses(n)
+	b.setUse(n)
 }
 
-func (b *breadth) uses(n int) {
+func (b *streamTuner) setUse(n int) {
 	b.use = n
 	b.pieces, b.took, b.acked = 0, 0, 0
-	b.breaks()
+	b.reset()
 }
 
-// lacks says that D has had fewer streams than are in use for as long as the others took to write what settles.
-func (b *breadth) lacks(open int) {
+// lostStreams says that D has had fewer streams than are in use for as long as the others took to write what settles.
+func (b *streamTuner) lostStreams(open int) {
 	if open > 0 {
 		b.missing, b.pause = max(b.missing, b.found), shortestPause
-		b.finds(open)
+		b.setFound(open)
 	}
 }
 
 // opened says that so many streams can be used now. Those that were missing are used again.
-func (b *breadth) opened(open int) {
+func (b *streamTuner) opened(open int) {
 	if b.found < open && open <= b.missing {
-		b.finds(open)
+		b.setFound(open)
 	}
 	if open >= b.missing {
 		b.missing = 0
 	}
-	b.breaks()
+	b.reset()
 }
 
 // meter reads what D's kernel has acknowledged on a D's streams. It is called without sender.mu: the kernel answers when no
@@ -225,7 +225,7 @@ func meter(streams []*outStream) (r reading) {
 }
 
 // able says whether a stream can take frames; sender.mu is held.
-func (st *outStream) able() bool { return st != nil && !st.shut && !st.deaf }
+func (st *outStream) able() bool { return st != nil && !st.shut && !st.stalled }
 
 // usable are the streams that can take frames; sender.mu is held.
 func (p *outPeer) usable() (streams []*outStream) {
@@ -245,7 +245,7 @@ func (p *outPeer) uses(st *outStream) bool {
 			before++
 		}
 	}
-	return st.able() && before < p.breadth.use
+	return st.able() && before < p.tuner.use
 }
 
 // unopened is the first number of which no stream is open, -1 if all are; sender.mu is held.
@@ -253,19 +253,19 @@ func (p *outPeer) unopened() int {
 	return slices.IndexFunc(p.slots[:], func(s outSlot) bool { return s.stream == nil })
 }
 
-// finds begins the search for the number of a D's streams; sender.mu is held.
-func (s *sender) finds(p *outPeer) {
-	before := &p.breadth
-	b := newBreadth(s.t.cfg.First, s.t.cfg.FrameBytes)
+// applyFound begins the search for the number of a D's streams; sender.mu is held.
+func (s *sender) applyFound(p *outPeer) {
+	before := &p.tuner
+	b := newStreamTuner(s.t.cfg.First, s.t.cfg.FrameBytes)
 	b.round, b.reads = before.round+1, before.reads // a reading may be under way
-	p.breadth, p.asks = b, false
+	p.tuner, p.asks = b, false
 }
 
 // wrote counts bytes of a frame that a stream has written.
 func (s *sender) wrote(p *outPeer, bytes uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b := &p.breadth
+	b := &p.tuner
 	if !b.wrote(bytes) {
 		return
 	}

@@ -11,28 +11,28 @@ import (
 // One of several streams can be dead while the others live: a cable of a bundle, one path
 // of many. The kernel finds out after StallTimeout. P knows sooner, by looking at the
 // bytes that D's kernel has acknowledged, and has D open that stream anew. D may be unable to
-// for as long as the way is dead. So the stream is deaf until it moves: it takes no frames.
+// for as long as the path is dead. So the stream counts as stalled until it moves: it takes no frames.
 
-// lookEvery is the time between two looks, stuckLooks how many of them see a stream
+// watchdogInterval is the time between two looks, stuckChecks how many of them see a stream
 // without progress before it counts as stuck.
 const (
-	lookEvery  = time.Second
-	stuckLooks = 2
+	watchdogInterval = time.Second
+	stuckChecks      = 2
 )
 
-// startPatrol looks at the streams while there are transfers; s.mu is held.
-func (s *sender) startPatrol() {
-	if s.patrol == nil {
+// startWatchdog looks at the streams while there are transfers; s.mu is held.
+func (s *sender) startWatchdog() {
+	if s.watchdog == nil {
 		s.t.wg.Add(1)
-		s.patrol = time.AfterFunc(lookEvery, func() {
-			defer safe.Recover("tcp patrol")
-			s.look()
+		s.watchdog = time.AfterFunc(watchdogInterval, func() {
+			defer safe.Recover("tcp watchdog")
+			s.checkStreams()
 		})
 	}
 }
 
-// look finds the streams without progress.
-func (s *sender) look() {
+// checkStreams finds the streams without progress.
+func (s *sender) checkStreams() {
 	var streams []*outStream
 	s.mu.Lock()
 	for _, p := range s.peers {
@@ -40,7 +40,7 @@ func (s *sender) look() {
 			continue
 		}
 		for i := range p.slots {
-			if st := p.slots[i].stream; st != nil && (p.open > 1 || st.deaf) {
+			if st := p.slots[i].stream; st != nil && (p.open > 1 || st.stalled) {
 				streams = append(streams, st)
 			}
 		}
@@ -63,27 +63,27 @@ func (s *sender) look() {
 			if st.peer.stuck == st {
 				st.peer.stuck = nil
 			}
-			st.turns(false)
+			st.setStalled(false)
 		} else if st.still++; infos[i].Unacked == 0 && infos[i].Notsent_bytes == 0 {
 			st.still = 0
 		}
 	}
 	for i, st := range streams {
 		// A D that takes no bytes is slow on all its streams alike. If nothing comes back at
-		// all, not even a closed window's answer to a probe, the way is dead.
+		// all, not even a closed window's answer to a probe, the path is dead.
 		dead := infos[i] != nil && (infos[i].Retransmits > 0 || infos[i].Probes > 1)
-		if st.still >= stuckLooks && (dead || moving[st.peer]) && st.peer.stuck == nil && st.peer.open > 1 {
+		if st.still >= stuckChecks && (dead || moving[st.peer]) && st.peer.stuck == nil && st.peer.open > 1 {
 			st.still, st.peer.stuck = 0, st
-			st.turns(true)
+			st.setStalled(true)
 			st.peer.wake.Broadcast()
 		}
 	}
 	if s.closed || len(s.byID) == 0 {
-		s.patrol = nil
+		s.watchdog = nil
 		s.t.wg.Done()
 		return
 	}
-	s.patrol.Reset(lookEvery)
+	s.watchdog.Reset(watchdogInterval)
 }
 
 // info is what the kernel says of a stream; nil if the stream has ended.
@@ -94,16 +94,16 @@ func (st *outStream) info() (info *unix.TCPInfo) {
 	return info
 }
 
-// turns has other streams take frames in a deaf one's place, or lets it take frames again; s.mu is held.
-func (st *outStream) turns(deaf bool) {
-	if st.deaf == deaf {
+// setStalled has other streams take frames in a deaf one's place, or lets it take frames again; s.mu is held.
+func (st *outStream) setStalled(stalled bool) {
+	if st.stalled == stalled {
 		return
 	}
 	p := st.peer
-	if st.deaf = deaf; deaf {
-		p.breadth.breaks()
+	if st.stalled = stalled; stalled {
+		p.tuner.reset()
 	} else {
-		p.breadth.opened(len(p.usable()))
+		p.tuner.opened(len(p.usable()))
 	}
 	p.wake.Broadcast()
 }

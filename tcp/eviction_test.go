@@ -8,13 +8,13 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestStreamsOfGreedyPeers: a decode agent that holds all places for streams, and uses none,
+// TestStreamsOfPeersWithMany: a decode agent that holds all places for streams, and uses none,
 // makes room for an agent that has fewer.
-func TestStreamsOfGreedyPeers(t *testing.T) {
+func TestStreamsOfPeersWithMany(t *testing.T) {
 	leaktest.Check(t)
-	p, d := newAgent(t, Config{MaxStreams: 8, MaxGreeting: 16}), newAgent(t, Config{})
+	p, d := newAgent(t, Config{MaxStreams: 8, MaxUnauthenticated: 16}), newAgent(t, Config{})
 	for i := range 8 {
-		dial(t, p).say(p.hello(t, "greedy", i, uint64(1+i), ^uint64(0)))
+		dial(t, p).say(p.hello(t, "many", i, uint64(1+i), ^uint64(0)))
 	}
 	until(t, "all places are taken", func() bool { return p.streams() == 8 })
 	move(t, p, d, "beside")
@@ -23,17 +23,17 @@ func TestStreamsOfGreedyPeers(t *testing.T) {
 	}
 }
 
-// TestStreamsOfACrowd: identities cost nothing, so a host may have as many decode agents as there are places for streams, each
+// TestStreamsOfManyAgents: identities cost nothing, so a host may have as many decode agents as there are places for streams, each
 // with one. An agent of another address gets a place of that address, and one that has a stream there keeps it.
-func TestStreamsOfACrowd(t *testing.T) {
+func TestStreamsOfManyAgents(t *testing.T) {
 	leaktest.Check(t)
-	p := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 16})
+	p := newAgent(t, Config{MaxStreams: 4, MaxUnauthenticated: 16})
 	honest := dial(t, p)
 	honest.say(p.hello(t, "honest", 0, 1, 0))
-	crowd := []*rawConn{}
+	agents := []*rawConn{}
 	for i := range 3 {
-		crowd = append(crowd, dialFrom(t, p, "127.0.0.2"))
-		crowd[i].say(p.hello(t, core.AgentID(fmt.Sprint("crowd", i)), 0, 1, 0))
+		agents = append(agents, dialFrom(t, p, "127.0.0.2"))
+		agents[i].say(p.hello(t, core.AgentID(fmt.Sprint("agent", i)), 0, 1, 0))
 	}
 	until(t, "all places are taken", func() bool { return p.streams() == 4 })
 	late := dial(t, p)
@@ -51,7 +51,7 @@ func TestStreamsOfACrowd(t *testing.T) {
 	more := dialFrom(t, p, "127.0.0.2")
 	more.say(p.hello(t, "more", 0, 1, 0))
 	if h := more.next(); h.kind != frameLeave {
-		t.Errorf("one more of the crowd is told %+v", h)
+		t.Errorf("one more agent is told %+v", h)
 	}
 	p.sender.mu.Lock()
 	defer p.sender.mu.Unlock()
@@ -64,7 +64,7 @@ func TestStreamsOfACrowd(t *testing.T) {
 // an agent that has as few as the one that comes.
 func TestStreamsInUseStay(t *testing.T) {
 	leaktest.Check(t)
-	p := newAgent(t, Config{First: 3, MaxStreams: 4, MaxGreeting: 16})
+	p := newAgent(t, Config{First: 3, MaxStreams: 4, MaxUnauthenticated: 16})
 	var used []*rawConn
 	for i := range 3 {
 		used = append(used, dial(t, p))
@@ -89,13 +89,13 @@ func TestStreamsInUseStay(t *testing.T) {
 	}
 }
 
-// TestStreamsThatRestMakeRoom: of an agent's streams without frames of a transfer one that P has shut makes room first, and then the
+// TestIdleStreamsAreEvicted: of an agent's streams without frames of a transfer one that P has shut makes room first, and then the
 // last ones, since the first ones are in use.
-func TestStreamsThatRestMakeRoom(t *testing.T) {
+func TestIdleStreamsAreEvicted(t *testing.T) {
 	leaktest.Check(t)
-	p := newAgent(t, Config{First: 1, MaxStreams: 4, MaxGreeting: 16})
+	p := newAgent(t, Config{First: 1, MaxStreams: 4, MaxUnauthenticated: 16})
 	for i := range 4 {
-		dial(t, p).say(p.hello(t, "greedy", i, uint64(1+i), 0))
+		dial(t, p).say(p.hello(t, "many", i, uint64(1+i), 0))
 	}
 	until(t, "all places are taken", func() bool { return p.streams() == 4 })
 	comes := func(name core.AgentID, want string) {
@@ -109,8 +109,8 @@ func TestStreamsThatRestMakeRoom(t *testing.T) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
 		var left []int
-		for i := range p.sender.peers["greedy"].slots {
-			if st := p.sender.peers["greedy"].slots[i].stream; st != nil {
+		for i := range p.sender.peers["many"].slots {
+			if st := p.sender.peers["many"].slots[i].stream; st != nil {
 				left = append(left, st.number)
 				st.shut = i == 1
 			}

@@ -7,19 +7,19 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// given is what a write has been given so far, at once or bit by bit, anywhere in the
+// sendRanges is what a write has been given so far, at once or bit by bit, anywhere in the
 // transfer's linear order.
-type given struct {
-	stretches []stretch // by position
-	one       [1]stretch
-	bytes     uint64
-	runs      int
-	layout    *kv.Layout
-	window    stretch // the runs of its plan that are sent now
+type sendRanges struct {
+	ranges []sendRange // by position
+	one    [1]sendRange
+	bytes  uint64
+	runs   int
+	layout *kv.Layout
+	window sendRange // the runs of its plan that are sent now
 }
 
-// stretch is a part without gaps. The next one may begin where it ends.
-type stretch struct {
+// sendRange is a part without gaps. The next one may begin where it ends.
+type sendRange struct {
 	position, end uint64
 	runs          []run
 	plan          kv.Plan // in place of the runs
@@ -28,11 +28,11 @@ type stretch struct {
 	begins uint64
 }
 
-// stretchesOf appends the sender's half of a plan to out.
-func stretchesOf(out []stretch, l *kv.Layout, op *core.WriteOp) []stretch {
+// sendRangesOf appends the sender's half of a plan to out.
+func sendRangesOf(out []sendRange, l *kv.Layout, op *core.WriteOp) []sendRange {
 	if op.Plan != nil {
 		for _, e := range op.Plan.Extents() {
-			out = append(out, stretch{position: e.Position, end: e.Position + e.Bytes, plan: op.Plan})
+			out = append(out, sendRange{position: e.Position, end: e.Position + e.Bytes, plan: op.Plan})
 		}
 		return out
 	}
@@ -42,11 +42,11 @@ func stretchesOf(out []stretch, l *kv.Layout, op *core.WriteOp) []stretch {
 	if at == nil {
 		at = whole[:]
 	}
-	first := 0 // of the runs of the last stretch
+	first := 0 // of the runs of the last range
 	for _, e := range at {
 		n := len(out)
 		if n == 0 || out[n-1].end != e.Position {
-			out = append(out, stretch{position: e.Position, end: e.Position, begins: e.Position})
+			out = append(out, sendRange{position: e.Position, end: e.Position, begins: e.Position})
 			first, n = len(runs), n+1
 		}
 		s := &out[n-1]
@@ -58,46 +58,46 @@ func stretchesOf(out []stretch, l *kv.Layout, op *core.WriteOp) []stretch {
 	return out
 }
 
-// add takes one more stretch; false if bytes of it were given before.
-func (g *given) add(s *stretch) bool {
+// add takes one more range; false if bytes of it were given before.
+func (g *sendRanges) add(s *sendRange) bool {
 	if s.position == s.end {
 		return true
 	}
-	if g.stretches == nil {
-		g.stretches = g.one[:0]
+	if g.ranges == nil {
+		g.ranges = g.one[:0]
 	}
 	i, _ := g.find(s.position)
-	if i < len(g.stretches) && g.stretches[i].position < s.end {
+	if i < len(g.ranges) && g.ranges[i].position < s.end {
 		return false
 	}
 	g.bytes += s.end - s.position
 	g.runs += len(s.runs)
-	if i > 0 && g.stretches[i-1].end == s.position && g.stretches[i-1].plan == nil && s.plan == nil {
-		left := &g.stretches[i-1]
+	if i > 0 && g.ranges[i-1].end == s.position && g.ranges[i-1].plan == nil && s.plan == nil {
+		left := &g.ranges[i-1]
 		left.end, left.runs = s.end, append(left.runs, s.runs...)
 		return true
 	}
-	g.stretches = slices.Insert(g.stretches, i, *s)
+	g.ranges = slices.Insert(g.ranges, i, *s)
 	return true
 }
 
-// find is the index of the stretch with a position, or of the next one.
-func (g *given) find(position uint64) (i int, found bool) {
-	i, _ = slices.BinarySearchFunc(g.stretches, position, func(s stretch, p uint64) int {
+// find is the index of the range with a position, or of the next one.
+func (g *sendRanges) find(position uint64) (i int, found bool) {
+	i, _ = slices.BinarySearchFunc(g.ranges, position, func(s sendRange, p uint64) int {
 		if s.end <= p {
 			return -1
 		}
 		return 1
 	})
-	return i, i < len(g.stretches) && g.stretches[i].position <= position
+	return i, i < len(g.ranges) && g.ranges[i].position <= position
 }
 
 // fill puts the bytes from a position up to limit into v, up to its capacity, and says how
 // many they are. All of them have been given.
-func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64) {
+func (g *sendRanges) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64) {
 	i, _ := g.find(position)
 	for total < limit && len(v) < cap(v) {
-		s := &g.stretches[i]
+		s := &g.ranges[i]
 		at := position + total
 		if at == s.end {
 			i++
@@ -115,7 +115,7 @@ func (g *given) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64
 }
 
 // cut is the window of a plan that has the byte at a position.
-func (g *given) cut(plan kv.Plan, at uint64) *stretch {
+func (g *sendRanges) cut(plan kv.Plan, at uint64) *sendRange {
 	w := &g.window
 	if w.plan == plan && at >= w.position && at < w.end {
 		return w
@@ -127,13 +127,13 @@ func (g *given) cut(plan kv.Plan, at uint64) *stretch {
 		w.runs = make([]run, 0, min(plan.Pieces(), maxVector))
 	}
 	runs, bytes := sourceRuns(w.runs[:0], 0, g.layout, pairs)
-	*w = stretch{position: at, end: at + bytes, runs: runs, plan: plan, begins: at}
+	*w = sendRange{position: at, end: at + bytes, runs: runs, plan: plan, begins: at}
 	g.runs += len(runs)
 	return w
 }
 
 // seek is the cursor at a position before the end.
-func (s *stretch) seek(position uint64) cursor {
+func (s *sendRange) seek(position uint64) cursor {
 	if position < s.begins {
 		s.next, s.begins = 0, s.position
 	}

@@ -13,10 +13,10 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// slack is how late a narrow way may be, as on a busy machine, and yet keep its rate.
+// slack is how late a narrow link may be, as on a busy machine, and yet keep its rate.
 const slack = 250 * time.Millisecond
 
-// narrow is a way of a fixed rate for all its connections together.
+// narrow is a link of a fixed rate for all its connections together.
 type narrow struct {
 	net.Listener
 	rate float64 // bytes a second
@@ -80,7 +80,7 @@ func (a *agent) state(peer core.AgentID) string {
 	s, out := &a.sender, &strings.Builder{}
 	s.mu.Lock()
 	p := s.peers[peer]
-	fmt.Fprintf(out, "%d transfers of %d are in the queue; asks: %v; %+v\n", len(p.queue), len(p.byGrant), p.asks, p.breadth)
+	fmt.Fprintf(out, "%d transfers of %d are in the queue; asks: %v; %+v\n", len(p.queue), len(p.byGrant), p.asks, p.tuner)
 	for _, o := range p.byGrant {
 		fmt.Fprintf(out, "%s: %d bytes left, %d frames under way, waits by %+v\n", o.id, o.left, o.frames, o.wait)
 	}
@@ -88,7 +88,7 @@ func (a *agent) state(peer core.AgentID) string {
 	for i := range p.slots {
 		if st := p.slots[i].stream; st != nil {
 			streams = append(streams, st)
-			fmt.Fprintf(out, "stream %d: in use: %v, shut: %v, deaf: %v, named stuck: %v\n", i, p.uses(st), st.shut, st.deaf, p.stuck == st)
+			fmt.Fprintf(out, "stream %d: in use: %v, shut: %v, stalled: %v, named stuck: %v\n", i, p.uses(st), st.shut, st.stalled, p.stuck == st)
 		}
 	}
 	s.mu.Unlock()
@@ -105,8 +105,8 @@ func BenchmarkSlowLink(b *testing.B) {
 		b.Run(fmt.Sprintf("%.0f MB/s", rate/1e6), func(b *testing.B) {
 			const ahead = 2
 			p, d := newSizedAgent(b, Config{}, testBlocks, testBlock), newSizedAgent(b, Config{}, testBlocks, testBlock)
-			way := newNarrow(b, p.Endpoint(), rate)
-			if err := d.Connect("p", way.Addr().String(), p.admit(b, "d")); err != nil {
+			link := newNarrow(b, p.Endpoint(), rate)
+			if err := d.Connect("p", link.Addr().String(), p.admit(b, "d")); err != nil {
 				b.Fatal(err)
 			}
 			b.SetBytes(testBlocks * testBlock)
@@ -119,7 +119,7 @@ func BenchmarkSlowLink(b *testing.B) {
 					b.Fatal(o.Err)
 				}
 				p.sender.mu.Lock()
-				found = p.sender.peers["d"].breadth.found
+				found = p.sender.peers["d"].tuner.found
 				p.sender.mu.Unlock()
 				most = max(most, found)
 			}

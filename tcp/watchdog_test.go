@@ -15,8 +15,8 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// deafen drops all bytes that come to a connection, as a dead way does.
-func deafen(t *testing.T, c net.Conn) {
+// stallStream drops all bytes that come to a connection, as a dead path does.
+func stallStream(t *testing.T, c net.Conn) {
 	t.Helper()
 	raw, err := c.(*net.TCPConn).SyscallConn()
 	if err != nil {
@@ -34,9 +34,9 @@ func deafen(t *testing.T, c net.Conn) {
 	}
 }
 
-// TestOneDeadWay: a transfer does not wait for a stream whose way is dead, also
+// TestOneDeadPath: a transfer does not wait for a stream whose path is dead, also
 // when there is nothing left to send on the others.
-func TestOneDeadWay(t *testing.T) {
+func TestOneDeadPath(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{StallTimeout: time.Hour}), newAgent(t, Config{Streams: 2, StallTimeout: time.Hour})
 	for i := range p.mem {
@@ -53,7 +53,7 @@ func TestOneDeadWay(t *testing.T) {
 	d.receiver.mu.Lock()
 	dead := d.receiver.peers["p"].slots[1].conn
 	d.receiver.mu.Unlock()
-	deafen(t, dead)
+	stallStream(t, dead)
 	grant := d.expect(t, "t", "p", allBlocks(testBlocks))
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	for _, o := range []coretest.Outcome{d.sink.Wait("received", "t", 1), p.sink.Wait("written", "t", 1)} {
@@ -71,11 +71,11 @@ func TestOneDeadWay(t *testing.T) {
 func TestOneStreamThatIsNotRead(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{FrameBytes: 16 << 20, StallTimeout: time.Hour})
-	deaf, good := dial(t, p), dial(t, p)
-	deaf.say(p.hello(t, "d", 4, 7, 0))
+	stalled, good := dial(t, p), dial(t, p)
+	stalled.say(p.hello(t, "d", 4, 7, 0))
 	grant := newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-	if h := deaf.next(); h.kind != frameData || h.key != grant {
+	if h := stalled.next(); h.kind != frameData || h.key != grant {
 		t.Fatalf("begins with %+v", h)
 	}
 	good.say(p.hello(t, "d", 5, 8, 0))
@@ -108,7 +108,7 @@ func TestOneStreamThatIsNotRead(t *testing.T) {
 	}
 	// When the stream breaks, that frame counts as any other.
 	cut := good.next()
-	for ; cut.kind == frameAgain; cut = good.next() { // the patrol may have looked once more
+	for ; cut.kind == frameAgain; cut = good.next() { // the watchdog may have looked once more
 		received += headerSize
 	}
 	good = dial(t, p)
@@ -180,23 +180,23 @@ func goesOn(t *testing.T, rests *rawConn) {
 	if number, attempt := h.stream(); h.kind != frameAgain || number != 0 || attempt != 7 {
 		t.Fatalf("told %+v", h)
 	}
-	for h = rests.next(); h.kind == frameAgain; h = rests.next() { // the patrol may have looked once more
+	for h = rests.next(); h.kind == frameAgain; h = rests.next() { // the watchdog may have looked once more
 	}
 	if h.kind != frameData || h.position != testBlocks*testBlock/2 {
 		t.Errorf("told %+v", h)
 	}
 }
 
-// TestDeadWayInUse: if the way of the one stream in use dies, and D cannot open that stream anew, a stream that rests is used.
-func TestDeadWayInUse(t *testing.T) {
+// TestDeadPathInUse: if the path of the one stream in use dies, and D cannot open that stream anew, a stream that rests is used.
+func TestDeadPathInUse(t *testing.T) {
 	leaktest.Check(t)
-	_, _, rests := inUse(t, func(used *rawConn) { deafen(t, used.Conn) })
+	_, _, rests := inUse(t, func(used *rawConn) { stallStream(t, used.Conn) })
 	goesOn(t, rests)
 }
 
-// TestDeadWayAtAClosedWindow: so it is if the way dies when D's buffers are full. P has nothing to send again, and its probes bring
+// TestDeadPathAtAClosedWindow: so it is if the path dies when D's buffers are full. P has nothing to send again, and its probes bring
 // nothing.
-func TestDeadWayAtAClosedWindow(t *testing.T) {
+func TestDeadPathAtAClosedWindow(t *testing.T) {
 	leaktest.Check(t)
 	p, used, rests := inUse(t, func(*rawConn) {})
 	if h := used.next(); h.kind != frameData {
@@ -207,14 +207,14 @@ func TestDeadWayAtAClosedWindow(t *testing.T) {
 		info := st.info()
 		return info != nil && info.Unacked == 0 && info.Notsent_bytes > 0 && info.Backoff > 0 // P has probed
 	})
-	deafen(t, used.Conn)
+	stallStream(t, used.Conn)
 	goesOn(t, rests)
 }
 
-// TestDeafStreamHears: a stream that moves again takes frames again, also if it is the only one by then.
-func TestDeafStreamHears(t *testing.T) {
+// TestStalledStreamReceives: a stream that moves again takes frames again, also if it is the only one by then.
+func TestStalledStreamReceives(t *testing.T) {
 	leaktest.Check(t)
-	p, used, rests := inUse(t, func(used *rawConn) { deafen(t, used.Conn) })
+	p, used, rests := inUse(t, func(used *rawConn) { stallStream(t, used.Conn) })
 	goesOn(t, rests)
 	rests.Close()
 	until(t, "one stream is left", func() bool { return p.streams() == 1 })
