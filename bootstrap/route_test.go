@@ -199,7 +199,7 @@ func TestRouteOfAgents(t *testing.T) {
 	table := new(Table)
 	h, routes := NewHandler(table, nil, nil), table.Routes()
 	two := Sizes{1, 1, 2, 1}
-	put(t, h, today(Place{}, Sizes{1, 1, 1, 1}, nil), 200) // of a stranger
+	put(t, h, today(Place{}, Sizes{1, 1, 1, 1}, nil), 200) // of a client without the token
 	get(t, h, topology, 200, `"page_size":16`)
 	agent := func(tp int) Rank {
 		return Rank{Place{TP: tp}, two, "a", 10 + tp, map[string]json.RawMessage{"page_size": json.RawMessage("64"), "attn_tp_size": json.RawMessage("9")}}
@@ -245,7 +245,7 @@ func TestRoomsOfRequests(t *testing.T) {
 	}
 }
 
-// TestRouteAccess: with a token, a stranger changes no rank and no room, and may
+// TestRouteAccess: with a token, a client without it changes no rank and no room, and may
 // still ask.
 func TestRouteAccess(t *testing.T) {
 	leaktest.Check(t)

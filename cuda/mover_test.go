@@ -147,7 +147,7 @@ func copyAll(t *testing.T, d *Device, tr *Transfer, pieces []piece, whole []byte
 func TestRefusedCopies(t *testing.T) {
 	e, d := open(t, Options{RingBytes: 1 << 20, SlotBytes: 4096})
 	p := memory(t, e, d, grain)
-	stranger := e.Alloc(grain)
+	unregistered := e.Alloc(grain)
 	from, to := slot(t, d, FromDevice), slot(t, d, ToDevice)
 	tr := d.Transfer("a", FromDevice)
 	for name, c := range map[string]Copy{
@@ -155,7 +155,7 @@ func TestRefusedCopies(t *testing.T) {
 		"too far":         {Slot: from, At: 1, Runs: []Run{{Addr: p, Len: 4096}}},
 		"negative":        {Slot: from, At: -1, Runs: []Run{{Addr: p, Len: 1}}},
 		"overflow":        {Slot: from, Runs: []Run{{Addr: p, Len: 4000}, {Addr: p, Len: ^uint64(0) - 100}}},
-		"not registered":  {Slot: from, Runs: []Run{{Addr: stranger, Len: 1}}},
+		"not registered":  {Slot: from, Runs: []Run{{Addr: unregistered, Len: 1}}},
 		"over the end":    {Slot: from, Runs: []Run{{Addr: p + grain - 1, Len: 2}}},
 		"other direction": {Slot: to, Runs: []Run{{Addr: p, Len: 1}}},
 	} {

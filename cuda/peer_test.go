@@ -218,10 +218,10 @@ func TestPeerStorm(t *testing.T) {
 				toSlot := random.IntN(2) == 0
 				if toSlot {
 					c.Slot = s
-					d.Transfer("storm", FromDevice).Start(c)
+					d.Transfer("stress", FromDevice).Start(c)
 				} else {
 					c.To = []Run{{Addr: to, Len: uint64(l)}}
-					d.Transfer("storm", FromPeer).Start(c)
+					d.Transfer("stress", FromPeer).Start(c)
 				}
 				err := <-done
 				switch {

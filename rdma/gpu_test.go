@@ -87,8 +87,8 @@ func TestTurn(t *testing.T) {
 	}
 }
 
-// TestFarCards: a transfer of a GPU's memory takes no card that is far from it, however large it is.
-func TestFarCards(t *testing.T) {
+// TestRemoteCards: a transfer of a GPU's memory takes no card that is far from it, however large it is.
+func TestRemoteCards(t *testing.T) {
 	near, far := &localPort{nearGPU: []distance{sameSwitch}, near: otherNode}, &localPort{nearGPU: []distance{otherNode}, near: sameNode}
 	cn := &conn{t: &Transport{memory: registry{number: []int{0}}}}
 	lanes := []*lane{

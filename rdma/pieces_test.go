@@ -97,7 +97,7 @@ func TestWritesOfManyPieces(t *testing.T) {
 		a := &asked{Plan: plan}
 		plans = append(plans, a)
 		id, seq := core.TransferID(fmt.Sprint("many", i)), uint64(100+i)
-		sp.conn.t.sender.write(core.WriteOp{ID: id, Peer: sp.peer, Plan: a, Grant: grant{seq: seq, bytes: kv.PlanBytes(plan)}.sign(sp.there.secret, id)})
+		sp.conn.t.sender.write(core.WriteOp{ID: id, Peer: sp.peer, Plan: a, Grant: grant{seq: seq, bytes: kv.PlanBytes(plan)}.sign(sp.remote.secret, id)})
 	}
 	each := int(max(held(), before)-before) / manyLoads
 	if each > mostOfAWrite {

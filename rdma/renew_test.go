@@ -210,7 +210,7 @@ func TestForgetWrites(t *testing.T) {
 	}
 	cn := tr.sender.conn("d")
 	cn.mu.Lock()
-	cn.there, cn.mends = &far{secret: []byte("secret")}, true // the test mends
+	cn.remote, cn.reconnecting = &remoteInfo{secret: []byte("secret")}, true // the test reconnects
 	cn.on(eventPorts)
 	cn.mu.Unlock()
 	tr.Write(core.WriteOp{ID: "before", Peer: "d", Bytes: 10})
@@ -221,7 +221,7 @@ func TestForgetWrites(t *testing.T) {
 	idle(t, tr)
 	tr.Write(core.WriteOp{ID: "after", Peer: "d", Bytes: 10})
 	tr.Extend(core.WriteOp{ID: "after", Peer: "d", Pairs: []kv.Pair{{Length: 10}}})
-	cn.mend()
+	cn.reconnectLoop()
 	if err := rec.Wait("written", "after", 1).Err; !errors.Is(err, core.ErrOtherWay) || !strings.Contains(err.Error(), "region k has changed") {
 		t.Errorf("a write of after ended with %v", err)
 	}
@@ -274,7 +274,7 @@ func TestForgetKeys(t *testing.T) {
 	}
 	if rep := ports(); len(rep.Ports) > 0 || !strings.Contains(rep.Lacks, "region k has changed") {
 		t.Errorf("P was told %+v", rep)
-	} else if _, err := (&Config{}).newFar(rep); err == nil || !strings.Contains(err.Error(), "region k has changed") {
+	} else if _, err := (&Config{}).newRemoteInfo(rep); err == nil || !strings.Contains(err.Error(), "region k has changed") {
 		t.Errorf("P reads it as %v", err)
 	}
 	tr.Renew()

@@ -19,7 +19,7 @@ func (cn *conn) begin(w *write) {
 		return // it waits for lanes of after
 	}
 	if !w.known {
-		g, err := checkGrant(w.op.Grant, cn.there.secret, w.op.ID)
+		g, err := checkGrant(w.op.Grant, cn.remote.secret, w.op.ID)
 		switch {
 		case err != nil:
 		case g.bytes != w.bytes:
@@ -39,7 +39,7 @@ func (cn *conn) begin(w *write) {
 	if w.given == 0 && w.bytes > 0 {
 		return
 	}
-	first := gift{pairs: w.op.Pairs}
+	first := writePart{pairs: w.op.Pairs}
 	if len(w.plans) > 0 {
 		first.plan = w.plans[0]
 	}
@@ -60,22 +60,22 @@ func (cn *conn) begin(w *write) {
 	cn.deal(w, list)
 }
 
-// gift is what a write is given at a time: pairs, or a plan in their place.
-type gift struct {
+// writePart is what a write is given at a time: pairs, or a plan in their place.
+type writePart struct {
 	pairs []kv.Pair
 	plan  kv.Plan
 	bytes uint64
 	runs  int // on this side; of a plan, at most
 }
 
-func giftOf(op *core.WriteOp) gift {
+func writePartOf(op *core.WriteOp) writePart {
 	if op.Plan != nil {
-		return gift{plan: op.Plan, bytes: op.Given(), runs: op.Plan.Pieces()}
+		return writePart{plan: op.Plan, bytes: op.Given(), runs: op.Plan.Pieces()}
 	}
-	return gift{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
+	return writePart{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
 }
 
-func (g *gift) split(weights []float64) []stretch {
+func (g *writePart) split(weights []float64) []stretch {
 	if g.plan != nil {
 		return splitPlan(g.plan, weights, minStripe)
 	}
@@ -84,7 +84,7 @@ func (g *gift) split(weights []float64) []stretch {
 
 // give takes more bytes of a write. It spreads them over the write's stripes, as a
 // transfer of that size is spread over the stripes' lanes.
-func (cn *conn) give(w *write, g *gift) {
+func (cn *conn) give(w *write, g *writePart) {
 	switch {
 	case w.over || w.cause != nil || g.bytes == 0:
 		return
@@ -109,7 +109,7 @@ func (cn *conn) give(w *write, g *gift) {
 }
 
 // keep holds what is given before the write begins.
-func (w *write) keep(g *gift) {
+func (w *write) keep(g *writePart) {
 	w.op.Pairs = append(w.op.Pairs, g.pairs...)
 	if g.plan != nil {
 		w.plans = append(w.plans, g.plan)
@@ -159,7 +159,7 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, memory kv.Memory, now time.T
 		}
 		if _, seen := index[l.path]; !seen {
 			index[l.path] = len(paths)
-			paths = append(paths, candidate{path: l.path, near: l.port.nearTo(memory)})
+			paths = append(paths, candidate{path: l.path, near: l.port.distanceTo(memory)})
 		}
 		count[l.path]++
 	}
@@ -322,7 +322,7 @@ func (cn *conn) settle(w *write) {
 	cn.used = time.Now()
 	if w.known {
 		delete(cn.bySeq, w.grant.seq)
-		cn.kill(w.grant.seq)
+		cn.killGrant(w.grant.seq)
 		switch {
 		case !w.drained:
 		case len(cn.lost) > 0: // as in drain

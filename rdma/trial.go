@@ -163,10 +163,10 @@ func (t *Transport) openAreas() error {
 }
 
 // tries says whether the lanes to a D are put on trial.
-func (cn *conn) tries(there *far) bool { return cn.t.cfg.GPUs != nil || there.gpus > 0 }
+func (cn *conn) tries(remote *remoteInfo) bool { return cn.t.cfg.GPUs != nil || remote.gpus > 0 }
 
 // verify has D look at what lanes have written, and takes those into use whose bytes are right.
-func (cn *conn) verify(there *far, written []*trial) {
+func (cn *conn) verify(remote *remoteInfo, written []*trial) {
 	if len(written) == 0 {
 		return
 	}
@@ -185,7 +185,7 @@ func (cn *conn) verify(there *far, written []*trial) {
 		case rep.Lanes[i].Error != "":
 			cn.failed(tr, fmt.Errorf("at the peer: %s", rep.Lanes[i].Error))
 		default:
-			cn.update(func(cn *conn) { cn.use(tr, there) })
+			cn.update(func(cn *conn) { cn.use(tr, remote) })
 		}
 	}
 }

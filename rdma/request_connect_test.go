@@ -10,12 +10,12 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// greeted are P's ends of the greetings: each takes an answer from the test.
-type greeted chan chan error
+// helloRecorder are P's ends of the hellos: each takes an answer from the test.
+type helloRecorder chan chan error
 
-func (g greeted) signal(ctx context.Context, _ core.AgentID, msg []byte) ([]byte, error) {
+func (g helloRecorder) signal(ctx context.Context, _ core.AgentID, msg []byte) ([]byte, error) {
 	s, err := decodeSignal(msg)
-	if err != nil || s.Kind != signalGreet {
+	if err != nil || s.Kind != signalHello {
 		return (&reply{}).MarshalMsg(nil)
 	}
 	answer := make(chan error, 1)
@@ -35,22 +35,22 @@ func (g greeted) signal(ctx context.Context, _ core.AgentID, msg []byte) ([]byte
 	return (&reply{}).MarshalMsg(nil)
 }
 
-// next is the next greeting.
-func (g greeted) next(t *testing.T, what string) (answer chan error) {
+// next is the next hello.
+func (g helloRecorder) next(t *testing.T, what string) (answer chan error) {
 	t.Helper()
 	select {
 	case answer = <-g:
 	case <-time.After(patience):
-		t.Fatalf("P is not greeted: %s", what)
+		t.Fatalf("P gets no hello: %s", what)
 	}
 	return answer
 }
 
-// TestGreetedAgain: a P that looked for D's memory before it was registered is greeted again, at once, whatever D was
+// TestHelloAgain: a P that looked for D's memory before it was registered gets a hello again, at once, whatever D was
 // doing when P told that it found no way. Who waits for P meanwhile is not told that P is lost.
-func TestGreetedAgain(t *testing.T) {
-	greets := make(greeted)
-	tr, gpus, _ := renewable(t, greets.signal)
+func TestHelloAgain(t *testing.T) {
+	hellos := make(helloRecorder)
+	tr, gpus, _ := renewable(t, hellos.signal)
 	tr.cfg.ConnectTimeout = 10 * patience // so nothing is asked again because time has passed
 	ticket := []byte("ticket")
 	if err := tr.Connect("p", "", ticket); err != nil {
@@ -86,13 +86,13 @@ func TestGreetedAgain(t *testing.T) {
 		tr.ended()
 	}
 
-	first := greets.next(t, "at first")
+	first := hellos.next(t, "at first")
 	old := ask(&signal{Kind: signalPorts, Tries: true}).Secret
 	tr.Forget(errors.New("region k has changed"))
 	idle(t, tr)
 	noWay(old) // P looked before the memory was another, and D has not the new one yet
 	first <- nil
-	second := greets.next(t, "P looked at the memory of before")
+	second := hellos.next(t, "P looked at the memory of before")
 	waiting("after the memory of before")
 
 	now := ask(&signal{Kind: signalPorts, Tries: true})
@@ -102,8 +102,8 @@ func TestGreetedAgain(t *testing.T) {
 	registered()
 	noWay(now.Secret)
 	second <- nil
-	third := greets.next(t, "P looked before the memory was registered")
-	waiting("after a look in vain")
+	third := hellos.next(t, "P looked before the memory was registered")
+	waiting("after a look too early")
 	ask(&signal{Kind: signalConnected, Reason: "prefill's memory is another"}) // P has not looked again: its own memory is missing
 	src.mu.Lock()
 	if src.cause == nil || src.cause == errUnsettled {
@@ -111,21 +111,21 @@ func TestGreetedAgain(t *testing.T) {
 	}
 	src.mu.Unlock()
 
-	// A greeting whose outcome is known, but whose goroutine has not ended, begins again.
+	// A hello whose outcome is known, but whose goroutine has not ended, begins again.
 	ask(&signal{Kind: signalPorts, Tries: true})
 	noWay(now.Secret)
 	src.mu.Lock()
-	if src.cause == nil || src.cause == errUnsettled || !src.greets {
+	if src.cause == nil || src.cause == errUnsettled || !src.requesting {
 		t.Errorf("P found no way to memory that is registered: %v", src.cause)
 	}
 	src.mu.Unlock()
 	src.returned()
 	third <- nil
-	greets.next(t, "the memory came while a greeting ended") <- core.ErrAbsent
+	hellos.next(t, "the memory came while a hello ended") <- core.ErrAbsent
 }
 
-// TestUsableWaitsForTheGreeting: while a registration ends, P is not yet asked anew. Who asks then waits.
-func TestUsableWaitsForTheGreeting(t *testing.T) {
+// TestUsableWaitsForTheHello: while a registration ends, P is not yet asked anew. Who asks then waits.
+func TestUsableWaitsForTheHello(t *testing.T) {
 	tr, _, _ := renewable(t, deafPeer)
 	if err := tr.Connect("p", "", []byte("ticket")); err != nil {
 		t.Fatal(err)

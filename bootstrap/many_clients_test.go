@@ -13,7 +13,7 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestBodiesThatHoldAllPlaces: strangers whose requests are under way at all places do not keep
+// TestBodiesThatHoldAllPlaces: clients whose requests are under way at all places do not keep
 // another client out.
 func TestBodiesThatHoldAllPlaces(t *testing.T) {
 	leaktest.Check(t)
@@ -70,9 +70,9 @@ func (l *longest) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// TestBodiesOfACrowd: strangers at all places who hold the ends of the longest bodies back have
+// TestBodiesOfManyClients: clients at all places who hold the ends of the longest bodies back have
 // the port keep little.
-func TestBodiesOfACrowd(t *testing.T) {
+func TestBodiesOfManyClients(t *testing.T) {
 	leaktest.Check(t)
 	for route, c := range map[string]struct{ body, most int }{
 		"/query_dp_ranks": {MaxQuery, 64 << 20}, "/register": {MaxBody, 128 << 20}, // a token closes the second

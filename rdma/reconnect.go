@@ -11,10 +11,10 @@ import (
 // How P makes lanes and replaces those that broke. One goroutine of a connection does
 // all of it, so no two steps cross.
 
-// kick starts that goroutine if there is something to do; cn.mu is held.
-func (cn *conn) kick() {
-	if !cn.mends && cn.next() != stepNone {
-		cn.mends = cn.t.goRun("rdma connect", cn.mend)
+// startReconnect starts that goroutine if there is something to do; cn.mu is held.
+func (cn *conn) startReconnect() {
+	if !cn.reconnecting && cn.next() != stepNone {
+		cn.reconnecting = cn.t.goRun("rdma connect", cn.reconnectLoop)
 	}
 }
 
@@ -44,19 +44,19 @@ func (cn *conn) due() map[pathKey]bool {
 // busyPause is the time after which P asks D again, when D was still ending lanes in error.
 const busyPause = 5 * time.Millisecond
 
-func (cn *conn) mend() {
+func (cn *conn) reconnectLoop() {
 	var giveUp time.Time // when P stops asking a D that does not answer
 	for {
 		var done bool
 		cn.update(func(cn *conn) {
 			if done = cn.next() == stepNone; done {
-				cn.mends = false
+				cn.reconnecting = false
 			}
 		})
 		if done {
 			return
 		}
-		again, err := cn.mendOnce()
+		again, err := cn.reconnectOnce()
 		switch {
 		case err == nil && again:
 			cn.t.pause(busyPause)
@@ -88,7 +88,7 @@ func (cn *conn) giveUp(err error) {
 	if errors.Is(err, core.ErrOtherWay) {
 		cause = err
 	}
-	cn.tasks, cn.mends = tasks, false
+	cn.tasks, cn.reconnecting = tasks, false
 	if len(cn.lanes) > 0 && !absent {
 		// The lanes work, and only D's answer is missing: writes on their way go on.
 		for w := range cn.writes {
@@ -98,15 +98,15 @@ func (cn *conn) giveUp(err error) {
 		}
 		return
 	}
-	cn.lose(cause)
+	cn.disconnect(cause)
 	cn.tasks |= tasks
 	if absent {
 		cn.confirmed(cn.lost) // D is gone or has forgotten this agent, so it has cut all lanes
 	}
 }
 
-// mendOnce does the next step. again says that D is busy and must be asked once more.
-func (cn *conn) mendOnce() (again bool, err error) {
+// reconnectOnce does the next step. again says that D is busy and must be asked once more.
+func (cn *conn) reconnectOnce() (again bool, err error) {
 	cn.mu.Lock()
 	s := &signal{Kind: signalLost, Ticket: cn.ticket, Lanes: append([]uint32(nil), cn.lost...)}
 	s.Lanes = s.Lanes[:min(len(s.Lanes), 1024)]
@@ -174,7 +174,7 @@ func (cn *conn) watchRest() {
 func (cn *conn) goToRest() error {
 	cn.mu.Lock()
 	cn.tasks &^= restLanes
-	idle, last, epoch := len(cn.writes) == 0, cn.lastID, cn.there.epoch()
+	idle, last, epoch := len(cn.writes) == 0, cn.lastID, cn.remote.epoch()
 	if idle {
 		for _, l := range append([]*lane(nil), cn.lanes...) {
 			cn.remove(l)

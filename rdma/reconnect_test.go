@@ -24,7 +24,7 @@ func TestAskedWhileGivingUp(t *testing.T) {
 	} {
 		cn := newTestConn(t, 1)
 		cn.mu.Lock()
-		cn.mends = true // the test mends
+		cn.reconnecting = true // the test reconnects
 		cn.tasks |= makeLanes
 		cn.breakLane(cn.lanes[0], errors.New("test"))
 		cn.lost = nil // as D has said

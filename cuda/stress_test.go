@@ -26,7 +26,7 @@ func TestStorm(t *testing.T) {
 			for range turns {
 				read := random.IntN(2) == 0
 				old, fresh := random.IntN(4), 4+random.IntN(4)
-				s := &storm{t: t, d: d, p: p, n: n, old: patterns[old], fresh: patterns[fresh], random: random}
+				s := &stressRun{t: t, d: d, p: p, n: n, old: patterns[old], fresh: patterns[fresh], random: random}
 				if read {
 					e.Kernel(stream, p, n, uint64(old+1))
 				} else {
@@ -54,7 +54,7 @@ func TestStorm(t *testing.T) {
 	wg.Wait()
 }
 
-type storm struct {
+type stressRun struct {
 	t          *testing.T
 	d          *Device
 	p          uintptr
@@ -65,7 +65,7 @@ type storm struct {
 }
 
 // run copies the block in pieces, and fences perhaps in the middle.
-func (s *storm) run(read bool, m uint64) (fenced bool) {
+func (s *stressRun) run(read bool, m uint64) (fenced bool) {
 	dir := ToDevice
 	if read {
 		dir = FromDevice
@@ -131,7 +131,7 @@ func (s *storm) run(read bool, m uint64) (fenced bool) {
 	return true
 }
 
-func (s *storm) wait() { s.told.Wait() }
+func (s *stressRun) wait() { s.told.Wait() }
 
 // TestPanicInDone: a Done and an awaited function that panic harm nobody else.
 func TestPanicInDone(t *testing.T) {
