@@ -53,15 +53,15 @@ func TestBodiesThatHoldAllPlaces(t *testing.T) {
 
 // longest is a body of all bytes that a route takes, whose end comes when the gate opens.
 type longest struct {
-	left  int
-	taken chan<- struct{}
-	gate  <-chan struct{}
+	left    int
+	taken   chan<- struct{}
+	release <-chan struct{}
 }
 
 func (l *longest) Read(b []byte) (int, error) {
 	if l.left == 0 {
 		l.taken <- struct{}{}
-		<-l.gate
+		<-l.release
 		return 0, io.EOF
 	}
 	n := min(len(b), l.left)
@@ -78,12 +78,12 @@ func TestBodiesOfManyClients(t *testing.T) {
 		"/query_dp_ranks": {MaxQuery, 64 << 20}, "/register": {MaxBody, 128 << 20}, // a token closes the second
 	} {
 		h, before := NewHandler(&Table{}, nil, nil), heap()
-		taken, gate := make(chan struct{}, 2*maxConns), make(chan struct{})
+		taken, release := make(chan struct{}, 2*maxConns), make(chan struct{})
 		var all sync.WaitGroup
 		for range maxConns {
 			all.Go(func() {
 				w := httptest.NewRecorder()
-				h.ServeHTTP(w, httptest.NewRequest(http.MethodPost, route, &longest{c.body, taken, gate}))
+				h.ServeHTTP(w, httptest.NewRequest(http.MethodPost, route, &longest{c.body, taken, release}))
 				taken <- struct{}{}                           // also if it was refused before its end
 				if w.Code != http.StatusUnprocessableEntity { // read to its end, and no JSON
 					t.Errorf("%s: status %d", route, w.Code)
@@ -100,7 +100,7 @@ func TestBodiesOfManyClients(t *testing.T) {
 		if grown > c.most {
 			t.Errorf("%s: %d bodies hold %d bytes, at most %d should be", route, maxConns, grown, c.most)
 		}
-		close(gate)
+		close(release)
 		all.Wait()
 	}
 }

@@ -9,9 +9,9 @@ import (
 	"testing"
 )
 
-// TestStorm: many transfers in both directions, with moments, fenced here and there in the middle: no
+// TestStress: many transfers in both directions, with moments, fenced here and there in the middle: no
 // wrong byte, no byte after a fence, and each copy is told once.
-func TestStorm(t *testing.T) {
+func TestStress(t *testing.T) {
 	e, d := open(t, Options{RingBytes: 2 << 20, SlotBytes: 64 << 10})
 	const n, workers, turns = 256 << 10, 6, 40
 	var patterns [8][]byte
@@ -76,7 +76,7 @@ func (s *stressRun) run(read bool, m uint64) (fenced bool) {
 		s.t.Error(err)
 		return false
 	}
-	tr := s.d.Transfer("storm", dir)
+	tr := s.d.Transfer("stress", dir)
 	const each = 64 << 10
 	fence := -1
 	if s.random.IntN(2) == 0 {

@@ -198,7 +198,7 @@ func TestPlaceIsGivenUp(t *testing.T) {
 			return errors.Join(err, cerr)
 		}
 	}
-	var crowd []net.Conn
+	var agents []net.Conn
 	for i := range 2 {
 		e := &clientHandshake{self: named(fmt.Sprint("E", i)), right: rightAsk}
 		conn, err := dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, at(2), e)(ctxOf(t, within))
@@ -213,7 +213,7 @@ func TestPlaceIsGivenUp(t *testing.T) {
 		if _, err := told(bufio.NewReader(conn), "PONG"); err != nil { // it is in
 			t.Fatal(err)
 		}
-		crowd = append(crowd, conn)
+		agents = append(agents, conn)
 	}
 	c := &clientHandshake{self: named("C"), right: rightAsk}
 	late, err := dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, at(3), c)(ctxOf(t, within))
@@ -226,7 +226,7 @@ func TestPlaceIsGivenUp(t *testing.T) {
 	if _, err := told(bufio.NewReader(late), "PONG"); err != nil {
 		t.Errorf("the newcomer is not in: %v", err)
 	}
-	if _, err := io.Copy(io.Discard, crowd[1]); errors.Is(err, os.ErrDeadlineExceeded) {
+	if _, err := io.Copy(io.Discard, agents[1]); errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Error("the newest of the crowd is still connected")
 	}
 	ask(t, d, via, "P", "P via : hello D")

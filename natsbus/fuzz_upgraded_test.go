@@ -217,7 +217,7 @@ func upgradedSeeds(t testing.TB) []upgradedSeed {
 		}
 		return fmt.Sprintf("PUB %s%s.%s %s %d\r\n%s\r\n", agentRoot, to, from, reply, len(data), data)
 	}
-	hello := &wire.Request{Kind: wire.KindHello, From: "x", Hello: &wire.Agent{Version: wire.Version, ID: "x", EngineID: "evil"}}
+	hello := &wire.Request{Kind: wire.KindHello, From: "x", Hello: &wire.Agent{Version: wire.Version, ID: "x", EngineID: "attacker"}}
 	renew := &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{Loads: []string{"t"}, Claims: []string{"u"}}}
 	load := &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{TransferID: "t", Transport: "tcp", Grant: []byte{1}, Groups: []wire.Blocks{{IDs: []uint32{1}}}}}
 	finish := &wire.Request{Kind: wire.KindFinish, Finishes: []wire.Finish{{TransferID: "t"}}}

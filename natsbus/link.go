@@ -88,7 +88,7 @@ type link struct {
 	closing bool
 	used    time.Time
 	idle    *time.Timer   // runs while not connected
-	deaf    chan struct{} // closed when no request comes in any more; nil if none ever did
+	drained chan struct{} // closed when no request comes in any more; nil if none ever did
 	sub     *nats.Subscription
 	writing *writing        // nil: no entry
 	right   context.Context // the session in which the registry's stream was found right
@@ -139,10 +139,10 @@ func (l *link) subscribe() error {
 		}
 		l.handshake.subscription.Store(sub) // long before it is not read
 	}
-	deaf := make(chan struct{})
-	sub.SetClosedHandler(func(string) { close(deaf) })
+	drained := make(chan struct{})
+	sub.SetClosedHandler(func(string) { close(drained) })
 	l.mu.Lock()
-	l.sub, l.deaf = sub, deaf
+	l.sub, l.drained = sub, drained
 	l.mu.Unlock()
 	// After the flush the server knows the subscription. A link that is down tells it later.
 	if err := l.nc.FlushTimeout(l.bus.opt.ConnectTimeout); err != nil && !broken(err) {
@@ -163,13 +163,13 @@ func (l *link) subscriberOf() string {
 // handlers. A later request learns at once that nobody listens.
 func (l *link) quit(ctx context.Context) {
 	l.mu.Lock()
-	sub, deaf, session := l.sub, l.deaf, l.session
+	sub, drained, session := l.sub, l.drained, l.session
 	l.mu.Unlock()
 	if sub == nil || session.Err() != nil || sub.Drain() != nil {
 		return
 	}
 	select {
-	case <-deaf:
+	case <-drained:
 	case <-session.Done():
 	case <-ctx.Done():
 	}

@@ -89,11 +89,11 @@ func TestTurn(t *testing.T) {
 
 // TestRemoteCards: a transfer of a GPU's memory takes no card that is far from it, however large it is.
 func TestRemoteCards(t *testing.T) {
-	near, far := &localPort{nearGPU: []distance{sameSwitch}, near: otherNode}, &localPort{nearGPU: []distance{otherNode}, near: sameNode}
+	near, remote := &localPort{nearGPU: []distance{sameSwitch}, near: otherNode}, &localPort{nearGPU: []distance{otherNode}, near: sameNode}
 	cn := &conn{t: &Transport{memory: registry{number: []int{0}}}}
 	lanes := []*lane{
 		{port: near, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
-		{port: far, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
+		{port: remote, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
 	}
 	for _, bytes := range []uint64{1 << 10, 1 << 20, 1 << 32} {
 		if w := cn.choose(lanes, bytes, kv.DeviceMemory(0), time.Now()); w[0] <= 0 || w[1] != 0 {

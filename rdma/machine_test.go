@@ -104,10 +104,10 @@ func (b *signalBus) signal(from core.AgentID) core.Signal {
 	return func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 		b.mu.Lock()
 		tr := b.agents[to]
-		deaf := b.dead[from] || b.dead[to]
+		silent := b.dead[from] || b.dead[to]
 		b.mu.Unlock()
 		switch {
-		case tr == nil || deaf:
+		case tr == nil || silent:
 			return nil, fmt.Errorf("%w: %s", core.ErrAbsent, to)
 		case ctx.Err() != nil:
 			return nil, ctx.Err()

@@ -72,7 +72,7 @@ func renewable(t *testing.T, signal core.Signal) (*Transport, *changing, *corete
 	return tr, c, rec
 }
 
-func deafPeer(context.Context, core.AgentID, []byte) ([]byte, error) { return nil, core.ErrAbsent }
+func silentPeer(context.Context, core.AgentID, []byte) ([]byte, error) { return nil, core.ErrAbsent }
 
 // ended waits until a registration that is under way has ended, and the peers have been asked.
 func (t *Transport) ended() {
@@ -107,7 +107,7 @@ func idle(t *testing.T, tr *Transport) {
 
 // TestRenew: the memory is given up once, and is there when it has been registered and is the same still.
 func TestRenew(t *testing.T) {
-	tr, gpus, _ := renewable(t, deafPeer)
+	tr, gpus, _ := renewable(t, silentPeer)
 	lacking(t, tr, "", false)
 	tr.Renew() // nothing to do
 	tr.Forget(errors.New("region k has changed"))
@@ -130,7 +130,7 @@ func TestRenew(t *testing.T) {
 
 // TestRenewOvertaken: memory that becomes another while it is registered is not used, and is forgotten once more.
 func TestRenewOvertaken(t *testing.T) {
-	tr, gpus, _ := renewable(t, deafPeer)
+	tr, gpus, _ := renewable(t, silentPeer)
 	tr.Forget(errors.New("region k has changed"))
 	tr.Renew()
 	gpus.asks()
@@ -165,7 +165,7 @@ func TestRenewOvertaken(t *testing.T) {
 
 // TestRenewFails: a failure is tried again, later each time.
 func TestRenewFails(t *testing.T) {
-	tr, gpus, _ := renewable(t, deafPeer)
+	tr, gpus, _ := renewable(t, silentPeer)
 	tr.Forget(errors.New("region k has changed"))
 	for _, want := range []time.Duration{time.Second, 2 * time.Second, 4 * time.Second} {
 		tr.Renew()
@@ -235,7 +235,7 @@ func TestForgetWrites(t *testing.T) {
 // TestForgetKeys: with the memory D gives up what P may know: P gets no keys until the memory is registered again, and
 // lanes that P makes with keys of before are refused.
 func TestForgetKeys(t *testing.T) {
-	tr, gpus, rec := renewable(t, deafPeer)
+	tr, gpus, rec := renewable(t, silentPeer)
 	ticket := []byte("ticket")
 	if err := tr.Connect("p", "", ticket); err != nil {
 		t.Fatal(err)

@@ -126,7 +126,7 @@ func TestHelloAgain(t *testing.T) {
 
 // TestUsableWaitsForTheHello: while a registration ends, P is not yet asked anew. Who asks then waits.
 func TestUsableWaitsForTheHello(t *testing.T) {
-	tr, _, _ := renewable(t, deafPeer)
+	tr, _, _ := renewable(t, silentPeer)
 	if err := tr.Connect("p", "", []byte("ticket")); err != nil {
 		t.Fatal(err)
 	}

@@ -31,9 +31,9 @@ type planned struct {
 func (cn *conn) plan(remote *remoteInfo, tried, due map[pathKey]bool) (plan []*planned, causes []error) {
 	cn.mu.Lock()
 	defer cn.mu.Unlock()
-	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[pathKey]int{}
+	localUsed, remoteUsed, have := map[int]bool{}, map[int]bool{}, map[pathKey]int{}
 	for _, l := range cn.lanes {
-		localUsed[l.port.index], farUsed[l.remote] = true, true
+		localUsed[l.port.index], remoteUsed[l.remote] = true, true
 		have[l.pathKey()]++
 	}
 	var all []*planned
@@ -45,7 +45,7 @@ func (cn *conn) plan(remote *remoteInfo, tried, due map[pathKey]bool) (plan []*p
 		for _, q := range remote.ports {
 			key := pathKey{p.index, q.Index}
 			lacks := cn.t.cfg.QueuePairs - have[key]
-			if tried[key] || lacks <= 0 || lacks == cn.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
+			if tried[key] || lacks <= 0 || lacks == cn.t.cfg.QueuePairs && (localUsed[p.index] || remoteUsed[q.Index]) {
 				continue
 			}
 			if r := cn.paths[key]; r != nil && !r.usable() && !due[key] && len(cn.lanes) > 0 {
@@ -65,8 +65,8 @@ func (cn *conn) plan(remote *remoteInfo, tried, due map[pathKey]bool) (plan []*p
 	}
 	sortPlanned(all)
 	for _, c := range all {
-		if have[c.key] > 0 || !localUsed[c.key.local] && !farUsed[c.key.remote] {
-			localUsed[c.key.local], farUsed[c.key.remote], tried[c.key] = true, true, true
+		if have[c.key] > 0 || !localUsed[c.key.local] && !remoteUsed[c.key.remote] {
+			localUsed[c.key.local], remoteUsed[c.key.remote], tried[c.key] = true, true, true
 			plan = append(plan, c)
 		}
 	}

@@ -272,7 +272,7 @@ func TestHostileDecoder(t *testing.T) {
 	attempt := uint64(0)
 	for name, words := range map[string][]byte{
 		"garbage":       bytes.Repeat([]byte{0xff}, 400),
-		"hello again":   p.hello(t, "evil", 0, 99, 0),
+		"hello again":   p.hello(t, "attacker", 0, 99, 0),
 		"data":          frameBytes(header{kind: frameData, length: 1 << 62}),
 		"unknown kind":  frameBytes(header{kind: 99}),
 		"half a header": frameBytes(header{kind: frameAck})[:13],
@@ -280,17 +280,17 @@ func TestHostileDecoder(t *testing.T) {
 		"half a reason": append(frameBytes(header{kind: frameFault, length: 40}), "why"...),
 	} {
 		t.Run(name, func(t *testing.T) {
-			evil := dial(t, p)
+			attacker := dial(t, p)
 			attempt++
-			evil.say(p.hello(t, "evil", 0, attempt, 0))
+			attacker.say(p.hello(t, "attacker", 0, attempt, 0))
 			id, down := core.TransferID(name), len(p.sink.All("down", ""))
 			grant := newRandom()
-			p.Write(core.WriteOp{ID: id, Peer: "evil", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-			if h := evil.next(); h.kind != frameData || h.key != grant {
+			p.Write(core.WriteOp{ID: id, Peer: "attacker", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+			if h := attacker.next(); h.kind != frameData || h.key != grant {
 				t.Fatalf("begins with %+v", h)
 			}
-			evil.say(words)
-			_ = evil.Conn.(*net.TCPConn).CloseWrite()
+			attacker.say(words)
+			_ = attacker.Conn.(*net.TCPConn).CloseWrite()
 			if o := p.sink.Wait("written", id, 1); !errors.Is(o.Err, core.ErrConnectionLost) {
 				t.Errorf("written with %v", o.Err)
 			}
@@ -305,9 +305,9 @@ func TestHostileDecoder(t *testing.T) {
 func TestLyingDecoder(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{})
-	good, evil := dial(t, p), dial(t, p)
+	good, attacker := dial(t, p), dial(t, p)
 	good.say(p.hello(t, "good", 0, 1, 0))
-	evil.say(p.hello(t, "evil", 0, 1, 0))
+	attacker.say(p.hello(t, "attacker", 0, 1, 0))
 	grant, ends := newRandom(), newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "good", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
 	if h := good.next(); h.key != grant || h.length != testBlock {
@@ -316,7 +316,7 @@ func TestLyingDecoder(t *testing.T) {
 	if _, err := io.CopyN(io.Discard, good, testBlock); err != nil {
 		t.Fatal(err)
 	}
-	evil.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}), frameBytes(header{kind: frameNack, key: grant}))
+	attacker.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}), frameBytes(header{kind: frameNack, key: grant}))
 	for _, n := range []uint64{0, testBlock - 1, testBlock + 1, 1 << 63} {
 		good.say(frameBytes(header{kind: frameAck, key: grant, length: n}))
 	}
@@ -324,7 +324,7 @@ func TestLyingDecoder(t *testing.T) {
 	for _, c := range []struct {
 		peer core.AgentID
 		conn *rawConn
-	}{{"evil", evil}, {"good", good}} {
+	}{{"attacker", attacker}, {"good", good}} {
 		p.Write(core.WriteOp{ID: core.TransferID(c.peer), Peer: c.peer, Grant: ends[:], Pairs: p.pairs(t, allBlocks(1))})
 		c.conn.say(frameBytes(header{kind: frameNack, key: ends}))
 		if o := p.sink.Wait("written", core.TransferID(c.peer), 1); !errors.Is(o.Err, core.ErrNotExpected) {

@@ -15,7 +15,7 @@ var curves = map[string]struct {
 	"a slow link":              {[]float64{1}, []int{1}},
 	"two processors":           {[]float64{1, 1.6, 1.5, 1.3, 1.1}, []int{2}},
 	"a fast card":              {[]float64{1, 2, 2.9, 3.8, 4.6, 5.4, 6.1, 6.8, 6.8}, []int{7, 8}},
-	"a long path with losses":   {[]float64{1, 2, 3, 4, 5, 6, 7, 8}, []int{8}},
+	"a long path with losses":  {[]float64{1, 2, 3, 4, 5, 6, 7, 8}, []int{8}},
 	"little more by the third": {[]float64{1, 1.8, 1.85, 1.85}, []int{2}},
 }
 
