@@ -81,7 +81,7 @@ func TestReadersOfAChangingTable(t *testing.T) {
 		resp.Body.Close()
 		switch n := first + i/2 + 1; {
 		case i/2 < versions-kept && err == nil:
-			t.Errorf("reader %d of a former table gets all of it", i)
+			t.Errorf("reader %d of an earlier table gets all of it", i)
 		case i == len(readers)-1 && (err != nil || bytes.Count(text, []byte("engine_id")) != n || !json.Valid(text)):
 			t.Errorf("the newest reader gets %d bytes, %v", len(text), err)
 		}

@@ -46,7 +46,7 @@ func (v *responderSession) idle(now time.Time) bool { return now.Sub(v.last) >= 
 // keySessions is a key that has sessions in use at this agent.
 type keySessions struct {
 	key      [ed25519.PublicKeySize]byte
-	sessions *list.List // of *held, by their last use
+	sessions *list.List // of *responderSession, by their last use
 	since    uint64     // at most the last use of the first of them: it may have been used again
 	at       int        // in the heap
 }

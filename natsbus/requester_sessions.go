@@ -13,7 +13,7 @@ type requesterSessions struct {
 	mu     sync.Mutex
 	by     map[core.AgentID]*requesterSession
 	closed bool
-	order  *list.List // of *asking, by their last use
+	order  *list.List // of *requesterSession, by their last use
 }
 
 // requesterSession is the session with one agent.

@@ -31,7 +31,7 @@ type responderSessions struct {
 	closed bool
 	by     map[uint64]*responderSession
 	opens  map[[sha256.Size]byte]bool // of the sessions that there are
-	unused *list.List                 // of *held, the oldest first
+	unused *list.List                 // of *responderSession, the oldest first
 	used   *list.List                 // by their last use
 
 	uses uint64 // counts them

@@ -25,7 +25,7 @@ func deniedRig(t *testing.T) (cn *conn, l *lane, other, bad *write) {
 	l = cn.lanes[0]
 	other, bad = cn.testWrite("other", 7, l, 3), cn.testWrite("bad", 8, l, 3)
 	pairs := []kv.Pair{{SrcRegion: 0, Length: 64}, {SrcRegion: 1, Length: 64}, {SrcRegion: 2, Length: 64}}
-	bad.jobs[0].cursor.given = []stretch{{pairs: pairs, first: 1, skip: 4, length: 60}}
+	bad.jobs[0].cursor.ranges = []stripeRange{{pairs: pairs, first: 1, skip: 4, length: 60}}
 	return cn, l, other, bad
 }
 

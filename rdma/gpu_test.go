@@ -138,7 +138,7 @@ func TestExamine(t *testing.T) {
 
 // TestPlacesOfTrials: their number is bounded, and each is given back once.
 func TestPlacesOfTrials(t *testing.T) {
-	var p places
+	var p areaSlots
 	lanes := make([]lane, trialPlaces)
 	for i := range lanes {
 		place, err := p.take()

@@ -75,7 +75,7 @@ func writePartOf(op *core.WriteOp) writePart {
 	return writePart{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
 }
 
-func (g *writePart) split(weights []float64) []stretch {
+func (g *writePart) split(weights []float64) []stripeRange {
 	if g.plan != nil {
 		return splitPlan(g.plan, weights, minStripe)
 	}
@@ -116,8 +116,8 @@ func (w *write) keep(g *writePart) {
 	}
 }
 
-// deal gives stretches to a write's stripes, and posts them.
-func (cn *conn) deal(w *write, list []stretch) {
+// deal gives ranges to a write's stripes, and posts them.
+func (cn *conn) deal(w *write, list []stripeRange) {
 	w.deal(list)
 	for _, j := range w.jobs {
 		j.enqueue()
@@ -129,10 +129,10 @@ func (cn *conn) deal(w *write, list []stretch) {
 	}
 }
 
-func (w *write) deal(list []stretch) {
+func (w *write) deal(list []stripeRange) {
 	for _, s := range list {
 		if c := &w.jobs[s.stripe].cursor; s.length > 0 {
-			c.given = append(c.given, s)
+			c.ranges = append(c.ranges, s)
 		}
 	}
 	for _, j := range w.jobs {

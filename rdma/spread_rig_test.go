@@ -196,7 +196,7 @@ func (sp *spreadWrite) sent() (out []uint64) {
 	for w := range sp.writes {
 		for _, j := range w.jobs {
 			n := uint64(0)
-			for _, s := range j.cursor.given {
+			for _, s := range j.cursor.ranges {
 				n += s.length
 			}
 			out = append(out, n)

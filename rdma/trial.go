@@ -98,14 +98,14 @@ func stream(seed uint64) []byte {
 // streamAt is where a lane's bytes begin in the stream.
 func streamAt(lane uint32) uint64 { return uint64(lane) % (trialWords - trialBytes/8) * 8 }
 
-// places are D's, each of a lane that is on trial.
-type places struct {
+// areaSlots are D's, each of a lane that is on trial.
+type areaSlots struct {
 	mu   sync.Mutex
 	used [trialPlaces]bool
 }
 
 // take gives the number of a place, from 1 on.
-func (p *places) take() (int, error) {
+func (p *areaSlots) take() (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i, used := range p.used {
@@ -118,7 +118,7 @@ func (p *places) take() (int, error) {
 }
 
 // drop gives a lane's place back.
-func (p *places) drop(l *lane) {
+func (p *areaSlots) drop(l *lane) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if l.place > 0 {
@@ -127,7 +127,7 @@ func (p *places) drop(l *lane) {
 	}
 }
 
-func (p *places) of(l *lane) int {
+func (p *areaSlots) of(l *lane) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return l.place

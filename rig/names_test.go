@@ -67,7 +67,7 @@ var names = []replaced{
 	{"strange", "invalid", ours},
 	{"stranger", "unauthenticated, unknown or attacker, by what is meant", ours},
 	{"strangers", "pendingConns, or unauthenticated", ours},
-	{"stretch", "sendRange", streams},
+	{"stretch", "sendRange, stripeRange", transfers},
 	{"thief", "attacker", ours},
 	{"vain", "tooEarly", transfers},
 	{"welcome", "authenticate", bus},

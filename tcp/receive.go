@@ -51,7 +51,7 @@ type inbound struct {
 	id    core.TransferID
 	grant random
 	peer  *inPeer
-	places
+	destination
 	total uint64
 
 	// fence is held for reading while bytes are copied into the runs, and for
@@ -112,11 +112,11 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segme
 
 // ExpectPlan implements core.Cutter.
 func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst kv.Plan) ([]byte, error) {
-	return t.expect(id, peer, places{plan: dst})
+	return t.expect(id, peer, destination{plan: dst})
 }
 
-func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst places) ([]byte, error) {
-	in := &inbound{id: id, grant: newRandom(), places: dst, total: dst.bytes(), copies: copies{late: t.late, all: &t.receiver.copying}}
+func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst destination) ([]byte, error) {
+	in := &inbound{id: id, grant: newRandom(), destination: dst, total: dst.bytes(), copies: copies{late: t.late, all: &t.receiver.copying}}
 	r := &t.receiver
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -6,16 +6,16 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// places are where the bytes of a transfer land: a list, or a plan of very many pieces, of
+// destination is where the bytes of a transfer land: a list, or a plan of very many pieces, of
 // which each stream keeps those that it reads into now.
-type places struct {
+type destination struct {
 	runs []run
 	ends []uint64 // ends[i]: position after runs[i]
 	plan kv.Plan
 }
 
-func listed(runs []run) places {
-	p := places{runs: runs, ends: make([]uint64, len(runs))}
+func listed(runs []run) destination {
+	p := destination{runs: runs, ends: make([]uint64, len(runs))}
 	var total uint64
 	for i, r := range runs {
 		total += r.len
@@ -24,7 +24,7 @@ func listed(runs []run) places {
 	return p
 }
 
-func (p *places) bytes() uint64 {
+func (p *destination) bytes() uint64 {
 	switch {
 	case p.plan != nil:
 		return kv.PlanBytes(p.plan)
@@ -35,7 +35,7 @@ func (p *places) bytes() uint64 {
 }
 
 // pieces is the most runs that there may be.
-func (p *places) pieces() int {
+func (p *destination) pieces() int {
 	if p.plan != nil {
 		return p.plan.Pieces()
 	}
@@ -56,13 +56,13 @@ func (s *inStream) cursor(in *inbound, position, left uint64) cursor {
 	}
 	pieces := takePieces()
 	defer pieces.give()
-	s.window = landRuns(s.window[:0], s.r.t.layout, in.plan.Pairs(pieces.pairs[:0], position, left))
+	s.window = destinationRuns(s.window[:0], s.r.t.layout, in.plan.Pairs(pieces.pairs[:0], position, left))
 	s.cuts += len(s.window)
 	return cursor{runs: s.window}
 }
 
-// landRuns appends the receiver's half of pairs to out.
-func landRuns(out []run, l *kv.Layout, pairs []kv.Pair) []run {
+// destinationRuns appends the receiver's half of pairs to out.
+func destinationRuns(out []run, l *kv.Layout, pairs []kv.Pair) []run {
 	for i := range pairs {
 		p := &pairs[i]
 		out = append(out, run{uintptr(l.Regions[p.DstRegion].Base + p.DstOffset), p.Length})
