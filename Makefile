@@ -144,7 +144,7 @@ attacks: cmd | tools
 
 TIME ?= 5m
 # Their seed is fixed elsewhere.
-RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestReplays|TestSendQueueRandom|TestSplitShares|TestWhoMakesRoom|TestWritesRandom)$$
+RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestEvictedSession|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestReplays|TestSendQueueRandom|TestSplitShares|TestWritesRandom)$$
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
 	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./core ./kv ./rdma ./natsbus
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)

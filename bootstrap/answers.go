@@ -8,12 +8,12 @@ import (
 	"weak"
 )
 
-// maxTold bounds the bytes of the answers of GET /query that clients are reading. The longest
+// maxReading bounds the bytes of the answers of GET /query that clients are reading. The longest
 // answer has 7.5 MiB, of which a table makes one for each of its changes.
-const maxTold = 32 << 20
+const maxReading = 32 << 20
 
-// told is an answer of GET /query.
-type told struct {
+// queryAnswer is an answer of GET /query.
+type queryAnswer struct {
 	text    []byte
 	readers map[*http.ResponseController]struct{}
 }
@@ -21,14 +21,14 @@ type told struct {
 // answers are those of GET /query. One is made for each change of the table, however many
 // clients read it slowly.
 type answers struct {
-	newest  weak.Pointer[told] // nil when it is to be made anew; it is not kept for the next client if memory is wanted back
-	reading []*told            // those with readers, oldest first
-	bytes   int                // of these
+	newest  weak.Pointer[queryAnswer] // nil when it is to be made anew; it is not kept for the next client if memory is wanted back
+	reading []*queryAnswer            // those with readers, oldest first
+	bytes   int                       // of these
 }
 
-// tell returns the answer for a client that reads it until leave. A client may change the table and
-// read it slowly, over and over: beyond maxTold the readers of the oldest answer are ended.
-func (t *Table) tell(c *http.ResponseController) (*told, error) {
+// startAnswer returns the answer for a client that reads it until endAnswer. A client may change the table and
+// read it slowly, over and over: beyond maxReading the readers of the oldest answer are ended.
+func (t *Table) startAnswer(c *http.ResponseController) (*queryAnswer, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	a := t.answers.newest.Value()
@@ -40,15 +40,15 @@ func (t *Table) tell(c *http.ResponseController) (*told, error) {
 				return nil, err
 			}
 		}
-		a = &told{text: text, readers: map[*http.ResponseController]struct{}{}}
+		a = &queryAnswer{text: text, readers: map[*http.ResponseController]struct{}{}}
 		t.answers.newest = weak.Make(a)
 	}
-	t.answers.enter(a, c)
+	t.answers.addReader(a, c)
 	return a, nil
 }
 
-// leave is called when the client has read the answer, or has gone.
-func (t *Table) leave(a *told, c *http.ResponseController) {
+// endAnswer is called when the client has read the answer, or has gone.
+func (t *Table) endAnswer(a *queryAnswer, c *http.ResponseController) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if _, reads := a.readers[c]; !reads { // it was ended
@@ -60,13 +60,13 @@ func (t *Table) leave(a *told, c *http.ResponseController) {
 	}
 }
 
-func (l *answers) enter(a *told, c *http.ResponseController) {
+func (l *answers) addReader(a *queryAnswer, c *http.ResponseController) {
 	if len(a.readers) == 0 { // the newest, so the last
 		l.reading = append(l.reading, a)
 		l.bytes += len(a.text)
 	}
 	a.readers[c] = struct{}{}
-	for l.bytes > maxTold && len(l.reading) > 1 {
+	for l.bytes > maxReading && len(l.reading) > 1 {
 		oldest := l.reading[0]
 		for c := range oldest.readers {
 			_ = c.SetWriteDeadline(time.Unix(1, 0)) // an error says that there is no connection that could be slow
@@ -82,4 +82,4 @@ func (l *answers) drop(i int) {
 }
 
 // changed says that the table is no longer what the newest answer tells.
-func (l *answers) changed() { l.newest = weak.Pointer[told]{} }
+func (l *answers) changed() { l.newest = weak.Pointer[queryAnswer]{} }

@@ -16,7 +16,7 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestReadersOfAChangingTable: a stranger changes a long table and reads it slowly, again and again. It ends its own former
+// TestReadersOfAChangingTable: a client changes a long table and reads it slowly, again and again. It ends its own previous
 // answers by that, and the port keeps a few. Nothing is kept when nobody reads.
 func TestReadersOfAChangingTable(t *testing.T) {
 	leaktest.Check(t)
@@ -68,7 +68,7 @@ func TestReadersOfAChangingTable(t *testing.T) {
 	for _, a := range table.answers.reading {
 		sum += len(a.text)
 	}
-	if sum > maxTold || sum != table.answers.bytes || kept == 0 || kept == versions {
+	if sum > maxReading || sum != table.answers.bytes || kept == 0 || kept == versions {
 		t.Errorf("%d answers of %d bytes are kept, %d are counted", kept, sum, table.answers.bytes)
 	}
 	table.mu.Unlock()
@@ -81,7 +81,7 @@ func TestReadersOfAChangingTable(t *testing.T) {
 		resp.Body.Close()
 		switch n := first + i/2 + 1; {
 		case i/2 < versions-kept && err == nil:
-			t.Errorf("reader %d of a former table gets all of it", i)
+			t.Errorf("reader %d of an earlier table gets all of it", i)
 		case i == len(readers)-1 && (err != nil || bytes.Count(text, []byte("engine_id")) != n || !json.Valid(text)):
 			t.Errorf("the newest reader gets %d bytes, %v", len(text), err)
 		}
@@ -104,10 +104,10 @@ func TestReadersOfAChangingTable(t *testing.T) {
 func TestAnswerIsMadeOnce(t *testing.T) {
 	leaktest.Check(t)
 	table := &Table{}
-	ask := func() (*told, *http.ResponseController) {
+	ask := func() (*queryAnswer, *http.ResponseController) {
 		t.Helper()
 		c := http.NewResponseController(nil)
-		a, err := table.tell(c)
+		a, err := table.startAnswer(c)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -126,9 +126,9 @@ func TestAnswerIsMadeOnce(t *testing.T) {
 	if n == a || !strings.Contains(string(n.text), `"e"`) {
 		t.Errorf("after a change it is %q", n.text)
 	}
-	table.leave(a, ca)
-	table.leave(n, cn)
-	table.leave(b, cb)
+	table.endAnswer(a, ca)
+	table.endAnswer(n, cn)
+	table.endAnswer(b, cb)
 	if len(table.answers.reading) != 0 || table.answers.bytes != 0 {
 		t.Errorf("%+v is kept", table.answers)
 	}

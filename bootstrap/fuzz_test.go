@@ -21,7 +21,7 @@ import (
 // largest size, read into a buffer that grows, and decoded twice.
 const maxServed = 32 * MaxBody
 
-// checkTable: a table that a stranger wrote into stays within its bounds, and
+// checkTable: a table that an unauthenticated client wrote into stays within its bounds, and
 // its count is that of its entries.
 func checkTable(t *testing.T, table *Table) {
 	t.Helper()

@@ -28,12 +28,12 @@ func NewHandler(t *Table, access *Access, extra map[string]http.Handler) http.Ha
 	mux.Handle("/register", access.Wrap(route(func(w http.ResponseWriter, r *http.Request) { register(t, w, r) }, http.MethodPost)))
 	mux.Handle("/query", route(func(w http.ResponseWriter, _ *http.Request) {
 		c := http.NewResponseController(w)
-		a, err := t.tell(c)
+		a, err := t.startAnswer(c)
 		if err != nil { // engines are strings and ints
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return
 		}
-		defer t.leave(a, c)
+		defer t.endAnswer(a, c)
 		write(w, http.StatusOK, a.text)
 	}, http.MethodGet, http.MethodHead))
 	mux.Handle("/health", route(func(w http.ResponseWriter, _ *http.Request) {

@@ -176,8 +176,8 @@ func TestFieldErrorsHaveFastAPIsShape(t *testing.T) {
 
 func TestExtraRoutes(t *testing.T) {
 	leaktest.Check(t)
-	teapot := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) })
-	h := NewHandler(new(Table), nil, map[string]http.Handler{"/nats": teapot})
+	unexpected := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusTeapot) })
+	h := NewHandler(new(Table), nil, map[string]http.Handler{"/nats": unexpected})
 	if code, _ := do(t, h, "GET", "/nats", ""); code != http.StatusTeapot {
 		t.Errorf("GET /nats: %d, want 418", code)
 	}

@@ -78,7 +78,7 @@ func (t *Routes) put(r Rank) error {
 	}
 	for at, other := range t.told {
 		if at == r.Place {
-			continue // this is the rank's former registration
+			continue // this is the rank's previous registration
 		}
 		if err := r.sameSizes(other); err != nil {
 			return err

@@ -8,7 +8,7 @@ import (
 )
 
 // Bounds of one registration. They are far above any real engine and exist so
-// that a stranger on the port can neither fill memory nor the logs.
+// that an unauthenticated client can neither fill memory nor the logs.
 const (
 	// MaxRank is the highest dp, tp or pp rank.
 	MaxRank = 65535

@@ -42,8 +42,8 @@ func TestRoomsEnd(t *testing.T) {
 	}
 }
 
-// TestRoomsOfAStorm: many rooms, of which nobody asks for one, stay within the limit.
-func TestRoomsOfAStorm(t *testing.T) {
+// TestRoomsOfManyRequests: many rooms, of which nobody asks for one, stay within the limit.
+func TestRoomsOfManyRequests(t *testing.T) {
 	now := time.Unix(1000, 0)
 	var r rooms
 	for i := range int64(3 * MaxRooms) {

@@ -199,7 +199,7 @@ func TestRouteOfAgents(t *testing.T) {
 	table := new(Table)
 	h, routes := NewHandler(table, nil, nil), table.Routes()
 	two := Sizes{1, 1, 2, 1}
-	put(t, h, today(Place{}, Sizes{1, 1, 1, 1}, nil), 200) // of a stranger
+	put(t, h, today(Place{}, Sizes{1, 1, 1, 1}, nil), 200) // of a client without the token
 	get(t, h, topology, 200, `"page_size":16`)
 	agent := func(tp int) Rank {
 		return Rank{Place{TP: tp}, two, "a", 10 + tp, map[string]json.RawMessage{"page_size": json.RawMessage("64"), "attn_tp_size": json.RawMessage("9")}}
@@ -210,7 +210,7 @@ func TestRouteOfAgents(t *testing.T) {
 	put(t, h, today(Place{}, two, nil), 200)                                         // it does not count
 	get(t, h, topology, 503, "1 of the prefill engine's 2 ranks")
 	routes.Join(agent(0))
-	put(t, h, today(Place{TP: 1}, two, map[string]any{"rank_ip": "evil"}), 200)
+	put(t, h, today(Place{TP: 1}, two, map[string]any{"rank_ip": "attacker"}), 200)
 	get(t, h, topology, 200, `{"attn_cp_size":1,"attn_tp_size":2,"dp_size":1,"follow_bootstrap_room":true,"kv_cache_dtype":null,"page_size":64,"pp_size":1}`)
 	get(t, h, "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=1&target_pp_rank=0", 200, `{"rank_ip":"a","rank_port":11}`)
 	routes.Leave(Place{TP: 1})
@@ -245,7 +245,7 @@ func TestRoomsOfRequests(t *testing.T) {
 	}
 }
 
-// TestRouteAccess: with a token, a stranger changes no rank and no room, and may
+// TestRouteAccess: with a token, a client without it changes no rank and no room, and may
 // still ask.
 func TestRouteAccess(t *testing.T) {
 	leaktest.Check(t)

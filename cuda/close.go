@@ -16,7 +16,7 @@ func (d *Device) Closing() {
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		d.until = time.Now().Add(d.o.CloseTimeout)
-		d.hurry = time.AfterFunc(d.o.CloseTimeout/2, func() {
+		d.closeTimer = time.AfterFunc(d.o.CloseTimeout/2, func() {
 			defer safe.Recover("cuda closing")
 			if n := d.busy(); n > 0 {
 				d.stall(fmt.Errorf("%d copies have not ended within %s of a close", n, d.o.CloseTimeout/2))
@@ -47,7 +47,7 @@ func (d *Device) Close() error {
 
 func (d *Device) close() error {
 	d.shut()
-	defer d.hurry.Stop()
+	defer d.closeTimer.Stop()
 	deadline := d.lastWait()
 	defer deadline.Stop()
 	ended := make(chan struct{})
@@ -80,7 +80,7 @@ func (d *Device) close() error {
 	}
 	given := make(chan error, 1)
 	safe.Go("cuda close", func() {
-		_, err := safe.Try("cuda close", d.giveBack)
+		_, err := safe.Try("cuda close", d.releaseAll)
 		given <- err
 	})
 	late := d.lastWait()
@@ -99,8 +99,8 @@ func (d *Device) lastWait() *time.Timer {
 	return time.NewTimer(max(time.Until(d.until), min(d.o.CloseTimeout/4, 250*time.Millisecond)))
 }
 
-// giveBack gives the driver all that the device has. Nothing uses it any more.
-func (d *Device) giveBack() error {
+// releaseAll gives the driver all that the device has. Nothing uses it any more.
+func (d *Device) releaseAll() error {
 	for _, q := range d.made() {
 		q.drv.Close()
 	}

@@ -48,7 +48,7 @@ func TestCloseEndsFences(t *testing.T) {
 	}
 	p, tr, s := memory(t, e, d, grain), d.Transfer("a", ToDevice), slot(t, d, ToDevice)
 	d.Closing()
-	d.hurry.Stop() // as if it had found nothing
+	d.closeTimer.Stop() // as if it had found nothing
 	stream := d.made()[ToDevice].drv.Stream()
 	e.Hold(stream)
 	release := sync.OnceFunc(func() { e.Release(stream) })

@@ -62,18 +62,18 @@ type Device struct {
 	o    Options
 	wg   sync.WaitGroup // goroutines
 
-	entered sync.Mutex    // guards calls, and closed while it changes
-	calls   int           // short calls of the driver that are under way
-	left    chan struct{} // closed when the device is closed and none of them is left
-	closed  atomic.Bool
-	failure atomic.Pointer[error] // for good
-	flushes chan struct{}         // holds one while a flush of a stuck device is under way
-	stuck   chan struct{}         // closed when the failure is that copies do not end: they may yet land
-	stalled sync.Once
-	closing sync.Once
-	until   time.Time     // of Close, once it is closing
-	hurry   *time.Timer   // see Closing
-	hasty   chan struct{} // tests only: closed when Close is to wait for the driver no longer
+	entered    sync.Mutex    // guards calls, and closed while it changes
+	calls      int           // short calls of the driver that are under way
+	left       chan struct{} // closed when the device is closed and none of them is left
+	closed     atomic.Bool
+	failure    atomic.Pointer[error] // for good
+	flushes    chan struct{}         // holds one while a flush of a stuck device is under way
+	stuck      chan struct{}         // closed when the failure is that copies do not end: they may yet land
+	stalled    sync.Once
+	closing    sync.Once
+	until      time.Time     // of Close, once it is closing
+	closeTimer *time.Timer   // see Closing
+	hasty      chan struct{} // tests only: closed when Close is to wait for the driver no longer
 
 	closes   sync.Once
 	closeErr error // of Close, once that has ended

@@ -12,8 +12,8 @@ import (
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 )
 
-// ways are those in which the driver gets many copies.
-var ways = []struct {
+// methods are those in which the driver gets many copies.
+var methods = []struct {
 	name          string
 	kernel, batch bool
 	call          string // that must have been made
@@ -25,13 +25,13 @@ var ways = []struct {
 
 // TestCopies: bytes go where they should, in many copies at once, of few and of many runs, in each way.
 func TestCopies(t *testing.T) {
-	for _, way := range ways {
-		t.Run(way.name, func(t *testing.T) {
-			e, d := open(t, Options{RingBytes: 4 << 20, SlotBytes: 128 << 10, NoKernel: !way.kernel})
-			if way.batch && !driver.HasBatch() {
+	for _, method := range methods {
+		t.Run(method.name, func(t *testing.T) {
+			e, d := open(t, Options{RingBytes: 4 << 20, SlotBytes: 128 << 10, NoKernel: !method.kernel})
+			if method.batch && !driver.HasBatch() {
 				t.Log("this driver has no batches")
 			}
-			driver.UseBatch(way.batch)
+			driver.UseBatch(method.batch)
 			t.Cleanup(func() { driver.UseBatch(true) })
 			calls := map[string]uint64{}
 			for _, call := range []string{"cuLaunchKernel", "cuMemcpyBatchAsync"} {
@@ -62,8 +62,8 @@ func TestCopies(t *testing.T) {
 			}
 			for call, before := range calls {
 				made := e.Count(call) != before
-				want := call == way.call && (way.kernel || driver.HasBatch())
-				if made != want && !(way.kernel && call == "cuMemcpyBatchAsync") { // of odd pieces that are not tiny
+				want := call == method.call && (method.kernel || driver.HasBatch())
+				if made != want && !(method.kernel && call == "cuMemcpyBatchAsync") { // of odd pieces that are not tiny
 					t.Errorf("%s was called: %v, want %v", call, made, want)
 				}
 			}
@@ -147,7 +147,7 @@ func copyAll(t *testing.T, d *Device, tr *Transfer, pieces []piece, whole []byte
 func TestRefusedCopies(t *testing.T) {
 	e, d := open(t, Options{RingBytes: 1 << 20, SlotBytes: 4096})
 	p := memory(t, e, d, grain)
-	stranger := e.Alloc(grain)
+	unregistered := e.Alloc(grain)
 	from, to := slot(t, d, FromDevice), slot(t, d, ToDevice)
 	tr := d.Transfer("a", FromDevice)
 	for name, c := range map[string]Copy{
@@ -155,7 +155,7 @@ func TestRefusedCopies(t *testing.T) {
 		"too far":         {Slot: from, At: 1, Runs: []Run{{Addr: p, Len: 4096}}},
 		"negative":        {Slot: from, At: -1, Runs: []Run{{Addr: p, Len: 1}}},
 		"overflow":        {Slot: from, Runs: []Run{{Addr: p, Len: 4000}, {Addr: p, Len: ^uint64(0) - 100}}},
-		"not registered":  {Slot: from, Runs: []Run{{Addr: stranger, Len: 1}}},
+		"not registered":  {Slot: from, Runs: []Run{{Addr: unregistered, Len: 1}}},
 		"over the end":    {Slot: from, Runs: []Run{{Addr: p + grain - 1, Len: 2}}},
 		"other direction": {Slot: to, Runs: []Run{{Addr: p, Len: 1}}},
 	} {

@@ -40,8 +40,8 @@ func (d *Device) sources(j *job) []mapping {
 	return *d.known.Load()
 }
 
-// lies looks up where the job's runs lie. Those of a peer's memory get the addresses that they have here.
-func (t *Transfer) lies(j *job, bytes uint64) error {
+// resolve looks up where the job's runs lie. Those of a peer's memory get the addresses that they have here.
+func (t *Transfer) resolve(j *job, bytes uint64) error {
 	if j.Peer != nil {
 		if j.Peer.d != t.d {
 			return fmt.Errorf("the memory of %s was opened by another handle on a device", j.Peer.name)
@@ -80,7 +80,7 @@ func (t *Transfer) checkPairs(j *job) error {
 		return fmt.Errorf("%d bytes of %s for %d bytes", from, j.Peer.name, to)
 	}
 	own, missing := under(*t.d.known.Load(), j.To)
-	if err := t.lies(j, from); err != nil {
+	if err := t.resolve(j, from); err != nil {
 		return err
 	}
 	if missing != 0 {

@@ -99,7 +99,7 @@ func (p *Peer) Open(a Allocation, file *os.File) error {
 	o := opened{a, mapping{m.Base, m.Base + a.Bytes, m.ID, m.Block, a.Device != d.info.UUID || m.Device != d.info.Ordinal}}
 	if m.Size < a.Bytes {
 		err = fmt.Errorf("memory of %s: it says that %d bytes lie at %#x, but only %d do", p.name, a.Bytes, a.Addr, m.Size)
-		return errors.Join(err, p.giveBack(o))
+		return errors.Join(err, p.release(o))
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -157,7 +157,7 @@ func (p *Peer) reason(a Allocation, e *Error) string {
 		return "it is this very process, and CUDA opens memory of other processes only: use one agent for both"
 	case a.Handle != nil && e.Code == driver.InvalidContext && p.of.Namespace != self.Namespace:
 		return "it is in another PID namespace, and CUDA does not find its memory from here: start both containers with --pid=host, or this one with --pid=container:NAME of the other"
-	case !p.d.sees(a.Device):
+	case !p.d.visible(a.Device):
 		return "that GPU is not visible in this process: add it to CUDA_VISIBLE_DEVICES, and start the container with it (docker run --gpus)"
 	case e.Code == driver.NoPeerAccess || e.Code == driver.TooManyPeers || a.Device != p.d.info.UUID && e.Code == driver.InvalidDevice:
 		return fmt.Sprintf("%s has no way to that GPU: see nvidia-smi topo -p2p r", p.d.info.UUID)
@@ -171,8 +171,8 @@ func (p *Peer) reason(a Allocation, e *Error) string {
 	return "CUDA does not open it"
 }
 
-// sees says whether a device is visible in this process. If that cannot be known it says yes.
-func (d *Device) sees(uuid string) bool {
+// visible says whether a device is visible in this process. If that cannot be known it says yes.
+func (d *Device) visible(uuid string) bool {
 	all, err := Devices()
 	return err != nil || slices.ContainsFunc(all, func(i Info) bool { return i.UUID == uuid })
 }
@@ -188,8 +188,8 @@ func (d *Device) addForeign(m mapping) {
 	}
 }
 
-// knowsForeign takes what all peers have open; mu is held.
-func (d *Device) knowsForeign() {
+// updateForeign takes what all peers have open; mu is held.
+func (d *Device) updateForeign() {
 	all := []mapping{}
 	for _, p := range d.peers {
 		if p.hidden {
@@ -258,7 +258,7 @@ func (p *Peer) Close() error {
 	d := p.d
 	d.mu.Lock()
 	p.hidden = true
-	d.knowsForeign()
+	d.updateForeign()
 	all := p.opened
 	d.mu.Unlock()
 	if len(all) > 0 && !fault.On("gpu-peer-close") {
@@ -275,17 +275,17 @@ func (p *Peer) Close() error {
 	defer d.leave()
 	var err error
 	for _, o := range all {
-		err = errors.Join(err, p.giveBack(o))
+		err = errors.Join(err, p.release(o))
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	p.opened, p.hidden = nil, false
 	d.peers = slices.DeleteFunc(d.peers, func(o *Peer) bool { return o == p })
-	d.knowsForeign()
+	d.updateForeign()
 	return err
 }
 
-func (p *Peer) giveBack(o opened) error {
+func (p *Peer) release(o opened) error {
 	var err error
 	if o.Handle != nil {
 		err = p.d.drv.CloseIPC(o.here.base)
@@ -311,7 +311,7 @@ func (d *Device) closePeers() (err error) {
 	d.mu.Unlock()
 	for i, p := range peers {
 		for _, o := range of[i] {
-			err = errors.Join(err, p.giveBack(o))
+			err = errors.Join(err, p.release(o))
 		}
 	}
 	return err

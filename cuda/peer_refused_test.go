@@ -114,7 +114,7 @@ func TestPeerRefused(t *testing.T) {
 			"longer":        p.Open(longer, nil),
 			"far":           p.Open(far, nil),
 			"no file":       p.Open(none, nil),
-			"a stranger's":  p.Open(mapped, null),
+			"another's":     p.Open(mapped, null),
 			"longer mapped": p.Open(longerMapped, files[0]),
 			"cut":           p.Open(cut, nil),
 		} {

@@ -180,9 +180,9 @@ func TestPeersOfOneProcess(t *testing.T) {
 	}
 }
 
-// TestPeerStorm: copies in both ways while the memory is closed and opened anew: each ends well with the right bytes, or says that the memory
+// TestPeerStress: copies in both ways while the memory is closed and opened anew: each ends well with the right bytes, or says that the memory
 // was closed.
-func TestPeerStorm(t *testing.T) {
+func TestPeerStress(t *testing.T) {
 	e, d := open(t, Options{RingBytes: 2 << 20, SlotBytes: 64 << 10})
 	o := start(t, 0)
 	const n, workers, turns = 256 << 10, 4, 30
@@ -218,10 +218,10 @@ func TestPeerStorm(t *testing.T) {
 				toSlot := random.IntN(2) == 0
 				if toSlot {
 					c.Slot = s
-					d.Transfer("storm", FromDevice).Start(c)
+					d.Transfer("stress", FromDevice).Start(c)
 				} else {
 					c.To = []Run{{Addr: to, Len: uint64(l)}}
-					d.Transfer("storm", FromPeer).Start(c)
+					d.Transfer("stress", FromPeer).Start(c)
 				}
 				err := <-done
 				switch {

@@ -66,12 +66,12 @@ func (d *Device) registerAll(names []string, at []Place) ([]*Region, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	regions := slices.Concat(d.regions, list)
-	u, err := lies(regions, piecesOf(regions))
+	u, err := unionOf(regions, piecesOf(regions))
 	if err != nil {
 		return nil, err
 	}
 	d.regions = regions
-	d.knows(u)
+	d.setMappings(u)
 	return list, nil
 }
 
@@ -99,8 +99,8 @@ func (r *Region) Close() {
 	defer d.mu.Unlock()
 	if i := slices.Index(d.regions, r); i >= 0 {
 		d.regions = slices.Delete(d.regions, i, i+1)
-		u, _ := lies(d.regions, piecesOf(d.regions)) // fewer regions overlap no more than before
-		d.knows(u)
+		u, _ := unionOf(d.regions, piecesOf(d.regions)) // fewer regions overlap no more than before
+		d.setMappings(u)
 	}
 }
 
@@ -111,8 +111,8 @@ type union struct {
 	sample []driver.Piece // of pieces, for Moved
 }
 
-// lies finds what lies under regions, of which each has its pieces.
-func lies(regions []*Region, of [][]driver.Memory) (u union, err error) {
+// unionOf finds what lies under regions, of which each has its pieces.
+func unionOf(regions []*Region, of [][]driver.Memory) (u union, err error) {
 	first := map[mapping]*Region{} // that lies in it
 	for k, r := range regions {
 		for _, p := range of[k] {
@@ -142,8 +142,8 @@ func lies(regions []*Region, of [][]driver.Memory) (u union, err error) {
 	return u, nil
 }
 
-// knows takes what lies under all regions; mu is held.
-func (d *Device) knows(u union) {
+// setMappings takes what lies under all regions; mu is held.
+func (d *Device) setMappings(u union) {
 	d.epoch++
 	d.known.Store(&u.known)
 	d.pieces, d.sample = u.pieces, u.sample

@@ -72,7 +72,7 @@ func (d *Device) Look() (*Renewal, error) {
 		n.found[i], n.was[i] = pieces, r.asked(pieces)
 	}
 	var err error
-	n.union, err = lies(regions, n.found) // fails if the engine maps memory just now
+	n.union, err = unionOf(regions, n.found) // fails if the engine maps memory just now
 	return n, err
 }
 
@@ -103,7 +103,7 @@ func (n *Renewal) Take() {
 	for i, r := range d.regions {
 		r.pieces, r.was = n.found[i], n.was[i]
 	}
-	d.knows(n.union)
+	d.setMappings(n.union)
 	d.takes++
 }
 

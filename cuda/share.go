@@ -39,7 +39,7 @@ func (d *Device) Share() (*Shared, error) {
 	}
 	defer d.leave()
 	s := &Shared{d: d}
-	for _, of := range d.lying() {
+	for _, of := range d.sharedPieces() {
 		a := Allocation{ID: of.ID, Block: of.Block, Addr: of.Base, Bytes: of.Size, Device: d.info.UUID, Region: d.regionAt(of.first)}
 		var err error
 		switch {
@@ -59,14 +59,14 @@ func (d *Device) Share() (*Shared, error) {
 	return s, d.unchanged(s.pieces, d.regionAt) // a handle may be of what was mapped there meanwhile
 }
 
-// lain is a mapping under a region, which begins there at first.
-type lain struct {
+// sharedPiece is a mapping under a region, which begins there at first.
+type sharedPiece struct {
 	driver.Memory
 	first uint64
 }
 
-// lying are the mappings under the regions, each once.
-func (d *Device) lying() (all []lain) {
+// sharedPieces are the mappings under the regions, each once.
+func (d *Device) sharedPieces() (all []sharedPiece) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	seen := map[driver.Piece]bool{}
@@ -74,7 +74,7 @@ func (d *Device) lying() (all []lain) {
 		for i, m := range r.pieces {
 			if id := (driver.Piece{Addr: m.Base, ID: m.ID, Block: m.Block}); !seen[id] {
 				seen[id] = true
-				all = append(all, lain{m, r.was[i].Addr})
+				all = append(all, sharedPiece{m, r.was[i].Addr})
 			}
 		}
 	}

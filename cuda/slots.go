@@ -80,7 +80,7 @@ func (r *ring) take(dir Direction, owner string) *Slot {
 	if len(r.free) == 0 || r.held[dir] >= r.slots-r.slots/4 {
 		return nil
 	}
-	s := &Slot{ring: r, dir: dir, owner: owner, bytes: r.free[len(r.free)-1]} // anew: a former owner has no part in it
+	s := &Slot{ring: r, dir: dir, owner: owner, bytes: r.free[len(r.free)-1]} // anew: a previous owner has no part in it
 	s.users.Store(1)
 	r.free = r.free[:len(r.free)-1]
 	r.held[dir]++

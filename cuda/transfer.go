@@ -139,7 +139,7 @@ func (t *Transfer) check(j *job) error {
 			return fmt.Errorf("a copy of %d bytes or more from byte %d on does not fit into a slot of %d bytes", bytes, c.At, len(c.Slot.bytes))
 		}
 	}
-	if err := t.lies(j, bytes); err != nil {
+	if err := t.resolve(j, bytes); err != nil {
 		return err
 	}
 	if c.Slot.dir != t.dir {

@@ -17,7 +17,7 @@ type answers struct {
 	idle sync.Pool // channels that nobody waits at
 
 	mu      sync.Mutex
-	words   *mathrand.ChaCha8 // nobody can tell the next word from others
+	random  *mathrand.ChaCha8 // nobody can tell the next word from others
 	waiting map[string]waiter // by the rest of the subject
 }
 
@@ -30,12 +30,12 @@ type waiter struct {
 }
 
 // Bounds of the answers that wait for their requests: each is taken at once.
-const maxUnheard, maxUnheardBytes = 8192, 16 << 20
+const maxQueuedAnswers, maxQueuedAnswerBytes = 8192, 16 << 20
 
 func newAnswers(inbox string) *answers {
 	var seed [32]byte
 	rand.Read(seed[:])
-	return &answers{words: mathrand.NewChaCha8(seed), root: inbox + "." + randomName() + ".", waiting: map[string]waiter{}}
+	return &answers{random: mathrand.NewChaCha8(seed), root: inbox + "." + randomName() + ".", waiting: map[string]waiter{}}
 }
 
 // listen hears answers until the connection is closed.
@@ -44,7 +44,7 @@ func (a *answers) listen(nc *nats.Conn) error {
 	if err != nil {
 		return err
 	}
-	return sub.SetPendingLimits(maxUnheard, maxUnheardBytes)
+	return sub.SetPendingLimits(maxQueuedAnswers, maxQueuedAnswerBytes)
 }
 
 // expect makes a subject for one answer. Nobody can guess it who has not got the request.
@@ -54,10 +54,10 @@ func (a *answers) expect(right func(m *nats.Msg) bool) (subj string, answer chan
 	if answer == nil {
 		answer = make(chan *nats.Msg, 1)
 	}
-	var word [20]byte
+	var token [20]byte
 	a.mu.Lock()
-	_, _ = a.words.Read(word[:])
-	subj = string(base32.StdEncoding.AppendEncode(append(make([]byte, 0, 128), a.root...), word[:]))
+	_, _ = a.random.Read(token[:])
+	subj = string(base32.StdEncoding.AppendEncode(append(make([]byte, 0, 128), a.root...), token[:]))
 	a.waiting[subj[len(a.root):]] = waiter{answer, right}
 	a.mu.Unlock()
 	return subj, answer
@@ -77,23 +77,23 @@ func (a *answers) forget(subj string, answer chan *nats.Msg) {
 
 // came gives a message to the request that it answers, once.
 func (a *answers) came(m *nats.Msg) {
-	word, ok := strings.CutPrefix(m.Subject, a.root)
+	token, ok := strings.CutPrefix(m.Subject, a.root)
 	if !ok {
 		return
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	w := a.waiting[word]
+	w := a.waiting[token]
 	if w.right != nil {
 		a.mu.Unlock()
 		right := w.right(m) // it may take a while
 		a.mu.Lock()
-		if w = a.waiting[word]; !right {
+		if w = a.waiting[token]; !right {
 			return
 		}
 	}
 	if w.answer != nil {
-		delete(a.waiting, word)
+		delete(a.waiting, token)
 		w.answer <- m // it has a place, which is the request's alone
 	}
 }

@@ -108,13 +108,13 @@ func TestMessagesOnTheirWay(t *testing.T) {
 	reply := inboxOf("A") + ".box."
 	var out bytes.Buffer
 	out.Grow(1 << 20)
-	w := newWindow(&share{of: newBudget(1 << 30)}, newQuestions())
+	w := newWindow(&share{of: newBudget(1 << 30)}, newRegistryQueries())
 	var text strings.Builder
 	text.WriteString("CONNECT {}\r\n")
 	for i := range runs + 2 {
 		fmt.Fprintf(&text, "PUB %s %s%04d 5\r\nhello\r\n", subject("B", "A"), reply, i)
 	}
-	in := &inlet{from: bufio.NewReaderSize(strings.NewReader(text.String()), maxCommand), to: bufio.NewWriter(&out), connect: "CONNECT {}\r\n", inbox: inboxOf("A"), window: w}
+	in := &commandFilter{from: bufio.NewReaderSize(strings.NewReader(text.String()), maxCommand), to: bufio.NewWriter(&out), connect: "CONNECT {}\r\n", inbox: inboxOf("A"), window: w}
 	next := func() {
 		line, err := in.line()
 		if err == nil {
@@ -127,8 +127,8 @@ func TestMessagesOnTheirWay(t *testing.T) {
 	next()
 	var g guard
 	answer := []byte("MSG _INBOX.A.box.0001 1 5\r\nhello\r\n")
-	o := &outlet{window: w}
-	a, stranger := newAnswers(inboxOf("A")), &nats.Msg{Subject: inboxOf("B") + ".1"}
+	o := &clientWriter{window: w}
+	a, unknown := newAnswers(inboxOf("A")), &nats.Msg{Subject: inboxOf("B") + ".1"}
 	o.reader.line = o.line
 	for what, c := range map[string]struct {
 		most float64
@@ -137,7 +137,7 @@ func TestMessagesOnTheirWay(t *testing.T) {
 		"a client's request":         {3, next}, // its subject, and the map's growth
 		"an answer before a client":  {0, func() { o.reader.take(answer) }},
 		"an answer before nats.go":   {0, func() { _ = g.check(answer) }},
-		"an unknown sender's answer": {0, func() { a.came(stranger) }},
+		"an unknown sender's answer": {0, func() { a.came(unknown) }},
 	} {
 		if n := testing.AllocsPerRun(runs, c.do); n > c.most {
 			t.Errorf("%s: %v allocations, want at most %v", what, n, c.most)

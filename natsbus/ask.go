@@ -13,9 +13,9 @@ import (
 )
 
 // encode writes a request behind what is there, so that it and what is added to it are not too long for the servers.
-func (l *link) encode(req *wire.Request, room *room, start []byte, added int) ([]byte, error) {
+func (l *link) encode(req *wire.Request, buf *buffer, start []byte, added int) ([]byte, error) {
 	data, err := req.MarshalMsg(start)
-	if room.bytes = data; err != nil {
+	if buf.bytes = data; err != nil {
 		return nil, err
 	}
 	if n, limit := int64(len(data)-len(start)), l.nc.MaxPayload(); n > wire.MaxMessage || int64(len(data)+added) > limit {
@@ -25,7 +25,7 @@ func (l *link) encode(req *wire.Request, room *room, start []byte, added int) ([
 }
 
 // ask sends a request and waits for its answer, until ctx ends or the session breaks. a, if it is not nil, knows the answer.
-func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *awaited) (*nats.Msg, error) {
+func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *pendingAnswer) (*nats.Msg, error) {
 	if err := either(ctx.Err(), session.Err()); err != nil {
 		return nil, err
 	}
@@ -42,7 +42,7 @@ func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *aw
 	return await(ctx, session, answer, absent)
 }
 
-// absentGrace is for how long an asker in a cluster waits on when it is told that nobody listens. It waits by steps, since
+// absentGrace is for how long a requester in a cluster waits on when it is told that nobody listens. It waits by steps, since
 // this process may be stopped for longer, with the answer on its way: of a ticker's steps that it missed it sees one.
 const (
 	absentGrace = absentSteps * absentStep
@@ -53,7 +53,7 @@ const (
 // await waits for the answer. In a cluster the word that nobody listens comes by absent: anybody who hears the
 // request can say it. It counts only if the agent itself does not answer within absentGrace, or by the end of ctx.
 func await(ctx, session context.Context, answer, absent <-chan *nats.Msg) (*nats.Msg, error) {
-	var word *nats.Msg
+	var absence *nats.Msg
 	var step <-chan time.Time
 	last := func(m *nats.Msg, err error) (*nats.Msg, error) { // the answer counts if it is there
 		select {
@@ -67,17 +67,17 @@ func await(ctx, session context.Context, answer, absent <-chan *nats.Msg) (*nats
 		select {
 		case m := <-answer:
 			return m, nil
-		case word = <-absent:
+		case absence = <-absent:
 			grace := time.NewTicker(absentStep)
 			defer grace.Stop()
 			step, absent = grace.C, nil // the first word counts
 		case <-step:
 			if steps++; steps >= absentSteps {
-				return last(word, nil)
+				return last(absence, nil)
 			}
 		case <-ctx.Done():
-			if word != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				return last(word, nil)
+			if absence != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+				return last(absence, nil)
 			}
 			return last(nil, ctx.Err())
 		case <-session.Done():

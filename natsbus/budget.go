@@ -51,8 +51,8 @@ func (s *share) add(n int64) {
 	}
 }
 
-// leave gives back all that a connection holds.
-func (s *share) leave() {
+// release gives back all that a connection holds.
+func (s *share) release() {
 	b := s.of
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -44,15 +44,15 @@ func TestBudget(t *testing.T) {
 	want("then who asks", 102, "greedy", "second", "third")
 	third.add(1)
 	want("nobody is left", 103, "greedy", "second", "third")
-	greedy.leave()
-	greedy.leave()
-	second.leave()
+	greedy.release()
+	greedy.release()
+	second.release()
 	want("they have left", 13, "greedy", "second", "third")
 	late := of("late")
 	late.add(88)
 	want("others have room", 101, "greedy", "second", "third", "late") // the third is over already, though it is still there
-	third.leave()
-	late.leave()
+	third.release()
+	late.release()
 	want("all have left", 0, "greedy", "second", "third", "late")
 	if len(b.shares) != 0 {
 		t.Errorf("%d connections are still counted", len(b.shares))
@@ -64,7 +64,7 @@ func TestBudget(t *testing.T) {
 // and what it costs beside them, an answer of the client's until it is passed on.
 func TestWindow(t *testing.T) {
 	s := &share{of: newBudget(1 << 30), end: func() { t.Error("its connection is ended") }}
-	w := newWindow(s, newQuestions())
+	w := newWindow(s, newRegistryQueries())
 	w.left = time.Hour
 	open := func(reply string) error {
 		_, err := w.open(reply, 100, false)
@@ -127,7 +127,7 @@ func TestWindow(t *testing.T) {
 		t.Errorf("after its end: %v", err)
 	}
 
-	late := newWindow(&share{of: newBudget(1 << 30), end: func() {}}, newQuestions())
+	late := newWindow(&share{of: newBudget(1 << 30), end: func() {}}, newRegistryQueries())
 	late.left = time.Millisecond
 	for i := range 2*maxUnanswered + 1 { // none is answered
 		if _, err := late.open(fmt.Sprint("a", i), 0, false); err != nil {
@@ -139,7 +139,7 @@ func TestWindow(t *testing.T) {
 	}
 	synctest.Test(t, func(t *testing.T) { // a few that nobody answers count only for so long, though there is room
 		few := &share{of: newBudget(1 << 30), end: func() {}}
-		w := newWindow(few, newQuestions())
+		w := newWindow(few, newRegistryQueries())
 		for _, at := range []struct {
 			after   time.Duration
 			pending int
@@ -171,14 +171,14 @@ func TestUnreadAnswers(t *testing.T) {
 		}
 		from := &hostile{text: []byte(head + strings.Repeat("x", long) + "\r\n")}
 		flood := &hostile{text: []byte("MSG a 1 5\r\nhello\r\n"), endless: true}
-		o := newOutlet(io.MultiReader(from, flood), to, newWindow(kept, newQuestions()), kept)
+		o := newClientWriter(io.MultiReader(from, flood), to, newWindow(kept, newRegistryQueries()), kept)
 		if err := o.run(); !errors.Is(err, errUnread) {
 			t.Errorf("%s: %v", what, err)
 		}
 		if read, most := from.read+flood.read, maxUnread+long+len(head)+2*readSize; read > most || read < maxUnread+long-readSize {
 			t.Errorf("%s: %d bytes were kept, at most %d may", what, read, most)
 		}
-		kept.leave()
+		kept.release()
 		if budget.total != 0 {
 			t.Errorf("%s: %d bytes are still counted", what, budget.total)
 		}
@@ -195,26 +195,26 @@ func TestPacedPiece(t *testing.T) {
 	}
 }
 
-// TestLongRoomIsNotKept: after a long message its memory is free.
-func TestLongRoomIsNotKept(t *testing.T) {
+// TestLongBufferIsNotKept: after a long message its memory is free.
+func TestLongBufferIsNotKept(t *testing.T) {
 	for range 100 { // the pool forgets some of what it is given
-		r := takeRoom()
-		r.bytes = append(r.bytes[:0], make([]byte, maxRoom+1)...)
-		r.give()
-		r = takeRoom()
-		if cap(r.bytes) > maxRoom {
+		r := takeBuffer()
+		r.bytes = append(r.bytes[:0], make([]byte, maxBuffer+1)...)
+		r.release()
+		r = takeBuffer()
+		if cap(r.bytes) > maxBuffer {
 			t.Fatalf("%d bytes are kept", cap(r.bytes))
 		}
 		r.bytes = append(r.bytes, 1)
-		r.give()
-		if r = takeRoom(); len(r.bytes) != 0 {
+		r.release()
+		if r = takeBuffer(); len(r.bytes) != 0 {
 			t.Fatalf("%d bytes of the message before are there", len(r.bytes))
 		}
 	}
 }
 
 // TestShortRequestsWait: of very many short requests that no handler has taken a host is read no
-// further, too; see TestHostThatAsksMuch for long ones.
+// further, too; see TestRequestFlood for long ones.
 func TestShortRequestsWait(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})

@@ -35,15 +35,15 @@ const (
 // Bus implements core.Bus. Its methods are safe for concurrent use.
 type Bus struct {
 	common
-	cancel   context.CancelFunc
-	openHome func() (*link, error)
-	slots    chan struct{} // one for each request that is being answered
-	long     chan struct{} // one for each long one of a portLink
-	asked    chan asked    // to handlers that wait for one
+	cancel       context.CancelFunc
+	openHome     func() (*link, error)
+	requestSlots chan struct{}       // one for each request that is being answered
+	longSlots    chan struct{}       // one for each long one of a portLink
+	handoff      chan inboundRequest // to handlers that wait for one
 
-	sessionless *sessionless // in a cluster
-	longs       *longs       // over its own server or cluster
-	longJoins   *longs
+	sessionless   *sessionless // in a cluster
+	longQueue     *longQueue   // over its own server or cluster
+	longJoinQueue *longQueue
 
 	mu     sync.Mutex
 	down   bool           // no goroutine or handler starts any more

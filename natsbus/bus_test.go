@@ -113,7 +113,7 @@ func TestHandlerPanic(t *testing.T) {
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	b := newBus(t, Options{Identity: named("P"), Server: p.Server})
 	b.Serve(func(_ core.Via, req *wire.Request) *wire.Reply {
-		switch nick(req.Hello.ID) {
+		switch shortName(req.Hello.ID) {
 		case "panic":
 			panic("boom")
 		case "nil":

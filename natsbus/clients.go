@@ -14,32 +14,32 @@ import (
 )
 
 // maxHandshakes bounds the connections that have not proved themselves yet. An agent does so within some milliseconds: after
-// patience any gives its place to another.
+// handshakeGrace any gives its place to another.
 const (
-	maxHandshakes = 256
-	patience      = 500 * time.Millisecond
+	maxHandshakes  = 256
+	handshakeGrace = 500 * time.Millisecond
 )
 
 var (
 	errServerClosed = errors.New("the embedded nats server is closed")
-	errPlaceLost    = fmt.Errorf("it had not proved itself yet when another needed its place: %d connections may be so at a time", maxHandshakes)
+	errEvicted      = fmt.Errorf("it had not proved itself yet when another needed its place: %d connections may be so at a time", maxHandshakes)
 )
 
-// upgraded is one HTTP connection that has become a NATS connection.
-type upgraded struct {
+// clientConn is one HTTP connection that has become a NATS connection.
+type clientConn struct {
 	from  netip.Prefix // the address that it counts under
 	n     uint64       // in the order in which they came
 	since time.Time
 
 	// Guarded by clients.mu, peer and server until both are there.
-	peer, server net.Conn
-	id           core.AgentID // once it has proved itself
-	in           bool         // it has, and has a client's place
-	keeps        bool         // it gives that to nobody
-	out          bool         // it has no place any more
+	peer, server  net.Conn
+	id            core.AgentID // once it has proved itself
+	authenticated bool         // it has, and has a client's place
+	pinned        bool         // it gives that to nobody
+	removed       bool         // it has no place any more
 }
 
-func (u *upgraded) close() {
+func (u *clientConn) close() {
 	// Errors of closing do not matter here.
 	_ = hangUp(u.peer)
 	_ = u.server.Close()
@@ -50,37 +50,37 @@ func (u *upgraded) close() {
 type clients struct {
 	max int // clients at one time
 
-	mu      sync.Mutex
-	closed  bool
-	conns   map[*upgraded]struct{}
-	n       uint64
-	in      int            // connections of conns that were let in
-	held    quota.Counts   // the places of those, by address
-	waiting quota.Counts   // of the others
-	wg      sync.WaitGroup // of all that were admitted
-	now     func() time.Time
+	mu            sync.Mutex
+	closed        bool
+	conns         map[*clientConn]struct{}
+	n             uint64
+	authenticated int            // connections of conns that were let in
+	held          quota.Counts   // the places of those, by address
+	waiting       quota.Counts   // of the others
+	wg            sync.WaitGroup // of all that were admitted
+	now           func() time.Time
 }
 
 func newClients(most int) *clients {
-	return &clients{max: most, conns: map[*upgraded]struct{}{}, held: quota.Counts{}, waiting: quota.Counts{}, now: time.Now}
+	return &clients{max: most, conns: map[*clientConn]struct{}{}, held: quota.Counts{}, waiting: quota.Counts{}, now: time.Now}
 }
 
-// admit reserves a place for a connection from an address. If strangers have them all, one of theirs may be given up.
-func (c *clients) admit(u *upgraded, from netip.Prefix) error {
+// admit reserves a place for a connection from an address. If connections that have not proved themselves have them all, one of these may be evicted.
+func (c *clients) admit(u *clientConn, from netip.Prefix) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
 		return errServerClosed
 	}
-	if c.in >= c.max && c.gives(from) == nil { // it need not prove itself for that
+	if c.authenticated >= c.max && c.evictable(from) == nil { // it need not prove itself for that
 		return c.full()
 	}
-	if waiting := len(c.conns) - c.in; waiting >= maxHandshakes {
-		gives := c.tardy(from)
-		if gives == nil {
+	if waiting := len(c.conns) - c.authenticated; waiting >= maxHandshakes {
+		victim := c.evictableHandshake(from)
+		if victim == nil {
 			return fmt.Errorf("%d control connections have not proved themselves yet, the most at a time", waiting)
 		}
-		c.end(gives)
+		c.end(victim)
 	}
 	c.n++
 	u.peer, u.server, u.from, u.n, u.since = noConn, noConn, from, c.n, c.now()
@@ -90,104 +90,104 @@ func (c *clients) admit(u *upgraded, from netip.Prefix) error {
 	return nil
 }
 
-// tardy is the connection that gives its place to one from an address before it has proved itself: the oldest of an address that
-// has the most. If that has fewer than two more than the other, the connection keeps its place for as long as its patience: so a
+// evictableHandshake is the connection that gives its place to one from an address before it has proved itself: the oldest of an address that
+// has the most. If that has fewer than two more than the other, the connection keeps its place for handshakeGrace: so a
 // burst of agents does not cut itself off. nil: there is none. c.mu is held.
-func (c *clients) tardy(to netip.Prefix) (gives *upgraded) {
-	if fault.On("bus-strangers-stay") {
+func (c *clients) evictableHandshake(to netip.Prefix) (victim *clientConn) {
+	if fault.On("bus-handshakes-stay") {
 		return nil
 	}
 	most, over := c.waiting.Over(to)
 	for u := range c.conns {
-		if !u.in && c.waiting[u.from] == most && (over || c.now().Sub(u.since) >= patience) && (gives == nil || u.n < gives.n) {
-			gives = u
+		if !u.authenticated && c.waiting[u.from] == most && (over || c.now().Sub(u.since) >= handshakeGrace) && (victim == nil || u.n < victim.n) {
+			victim = u
 		}
 	}
-	return gives
+	return victim
 }
 
 func (c *clients) full() error {
-	return fmt.Errorf("%d control connections are open, the most that this agent takes, and no address has so many more than this one that it gives one up", c.in)
+	return fmt.Errorf("%d control connections are open, the most that this agent takes, and no address has so many more than this one that it gives one up", c.authenticated)
 }
 
 // connected makes the connection one that close closes. false: it has ended meanwhile.
-func (c *clients) connected(u *upgraded, peer, inside net.Conn) bool {
+func (c *clients) connected(u *clientConn, peer, inside net.Conn) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	u.peer, u.server = peer, inside
-	return !c.closed && !u.out
+	return !c.closed && !u.removed
 }
 
-// letIn gives a connection that has proved itself a client's place, and keeps it if it is one that gives none up. It returns
+// promote gives a connection that has proved itself a client's place, and keeps it if it is one that gives none up. It returns
 // the connection that has lost its place for it; nil if one was free.
-func (c *clients) letIn(u *upgraded, id core.AgentID, keeps bool) (gave *upgraded, err error) {
+func (c *clients) promote(u *clientConn, id core.AgentID, pinned bool) (evicted *clientConn, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if u.out {
-		return nil, errPlaceLost
+	if u.removed {
+		return nil, errEvicted
 	}
-	if c.in >= c.max {
-		if gave = c.gives(u.from); gave == nil {
+	if c.authenticated >= c.max {
+		if evicted = c.evictable(u.from); evicted == nil {
 			return nil, c.full()
 		}
-		c.end(gave)
+		c.end(evicted)
 	}
 	c.waiting.Add(u.from, -1)
-	u.id, u.in, u.keeps = id, true, keeps
-	c.in++
-	if !keeps {
+	u.id, u.authenticated, u.pinned = id, true, pinned
+	c.authenticated++
+	if !pinned {
 		c.held.Add(u.from, 1)
 	}
-	return gave, nil
+	return evicted, nil
 }
 
-// gives is the client that gives its place to one from an address: the newest of an address that has the most, if that has at
+// evictable is the client that gives its place to one from an address: the newest of an address that has the most, if that has at
 // least two more. So those who were there before a flood stay. nil: there is none. c.mu is held.
-func (c *clients) gives(to netip.Prefix) (gives *upgraded) {
+func (c *clients) evictable(to netip.Prefix) (victim *clientConn) {
 	most, over := c.held.Over(to)
 	if !over || fault.On("bus-places-kept") {
 		return nil
 	}
 	for u := range c.conns {
-		if u.in && !u.keeps && c.held[u.from] == most && (gives == nil || u.n > gives.n) {
-			gives = u
+		if u.authenticated && !u.pinned && c.held[u.from] == most && (victim == nil || u.n > victim.n) {
+			victim = u
 		}
 	}
-	return gives
+	return victim
 }
 
 // end takes a connection's place from it, and closes it; c.mu is held.
-func (c *clients) end(u *upgraded) {
+func (c *clients) end(u *clientConn) {
 	c.remove(u)
 	u.close()
 }
 
 // remove counts a connection no longer; c.mu is held.
-func (c *clients) remove(u *upgraded) {
-	if u.out {
+func (c *clients) remove(u *clientConn) {
+	if u.removed {
 		return
 	}
-	u.out = true
+	u.removed = true
 	delete(c.conns, u)
-	if !u.in {
+	if !u.authenticated {
 		c.waiting.Add(u.from, -1)
 		return
 	}
-	c.in--
-	if !u.keeps {
+	c.authenticated--
+	if !u.pinned {
 		c.held.Add(u.from, -1)
 	}
 }
 
 // lost says whether a connection has lost its place to another.
-func (c *clients) lost(u *upgraded) bool {
+func (c *clients) evicted(u *clientConn) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return u.out
+	return u.removed
 }
 
-// dismiss is the end of a connection that was admitted.
-func (c *clients) dismiss(u *upgraded) {
+// release is the end of a connection that was admitted.
+func (c *clients) release(u *clientConn) {
 	c.mu.Lock()
 	c.remove(u)
 	c.mu.Unlock()

@@ -36,9 +36,9 @@ func from(host byte) netip.Prefix {
 }
 
 // newcomer is admitted, and has a connection then.
-func newcomer(t *testing.T, c *clients, of netip.Prefix) (u *upgraded, conn *tally) {
+func newcomer(t *testing.T, c *clients, of netip.Prefix) (u *clientConn, conn *tally) {
 	t.Helper()
-	u, conn = &upgraded{}, &tally{}
+	u, conn = &clientConn{}, &tally{}
 	if err := c.admit(u, of); err != nil {
 		t.Fatalf("one of %v: %v", of, err)
 	}
@@ -48,10 +48,10 @@ func newcomer(t *testing.T, c *clients, of netip.Prefix) (u *upgraded, conn *tal
 	return u, conn
 }
 
-// TestPlacesOfStrangers: of those who have not proved themselves, one of an address that has the most gives its place to an address
+// TestHandshakePlaces: of those who have not proved themselves, one of an address that has the most gives its place to an address
 // that has at least two fewer, the oldest first, and to any once it has had its time: so a burst of agents from one address, or from many,
 // is let in one after another, and nobody keeps a place by silence.
-func TestPlacesOfStrangers(t *testing.T) {
+func TestHandshakePlaces(t *testing.T) {
 	now := time.Now()
 	c := newClients(2)
 	c.now = func() time.Time { return now }
@@ -61,15 +61,15 @@ func TestPlacesOfStrangers(t *testing.T) {
 		_, conn := newcomer(t, c, from(2))
 		silent = append(silent, conn)
 	}
-	if err := c.admit(&upgraded{}, from(2)); err == nil || !strings.Contains(err.Error(), "not proved themselves") {
+	if err := c.admit(&clientConn{}, from(2)); err == nil || !strings.Contains(err.Error(), "not proved themselves") {
 		t.Errorf("one more of the crowd's address: %v", err)
 	}
-	late := &upgraded{}
+	late := &clientConn{}
 	if err := c.admit(late, from(1)); err != nil {
 		t.Fatalf("one more of another address: %v", err)
 	}
-	now = now.Add(patience)
-	if err := c.admit(&upgraded{}, from(2)); err != nil {
+	now = now.Add(handshakeGrace)
+	if err := c.admit(&clientConn{}, from(2)); err != nil {
 		t.Errorf("one more of the crowd's address, when those before have had their time: %v", err)
 	}
 	for i, conn := range append(silent, kept) {
@@ -81,42 +81,42 @@ func TestPlacesOfStrangers(t *testing.T) {
 		t.Errorf("%d connections, %v", len(c.conns), c.waiting)
 	}
 	for range maxHandshakes { // others come until the two addresses have about as many
-		_ = c.admit(&upgraded{}, from(3))
+		_ = c.admit(&clientConn{}, from(3))
 	}
 	if a, b := c.waiting[from(2)], c.waiting[from(3)]; c.waiting[from(1)] != 2 || a-b > 2 || b-a > 2 {
 		t.Errorf("%v", c.waiting)
 	}
-	gone := &upgraded{}
+	gone := &clientConn{}
 	if err := c.admit(gone, from(4)); err != nil {
 		t.Fatal(err)
 	}
 	c.mu.Lock()
 	c.end(gone) // before its connection is there
 	c.mu.Unlock()
-	if c.connected(gone, noConn, noConn) || !c.lost(gone) {
+	if c.connected(gone, noConn, noConn) || !c.evicted(gone) {
 		t.Error("a connection goes on without a place")
 	}
-	if _, err := c.letIn(gone, "G", false); !errors.Is(err, errPlaceLost) {
+	if _, err := c.promote(gone, "G", false); !errors.Is(err, errEvicted) {
 		t.Errorf("it is let in: %v", err)
 	}
-	c.dismiss(gone)
-	if gave, err := c.letIn(mine, "M", false); gave != nil || err != nil || c.waiting[from(1)] != 1 || c.held[from(1)] != 1 {
-		t.Errorf("%v, %v; %v, %v", gave, err, c.waiting, c.held)
+	c.release(gone)
+	if evicted, err := c.promote(mine, "M", false); evicted != nil || err != nil || c.waiting[from(1)] != 1 || c.held[from(1)] != 1 {
+		t.Errorf("%v, %v; %v, %v", evicted, err, c.waiting, c.held)
 	}
 }
 
-// TestStrangersOfManyAddresses: silent connections of as many addresses as there are places, one of each, give way too.
-func TestStrangersOfManyAddresses(t *testing.T) {
+// TestHandshakesOfManyAddresses: silent connections of as many addresses as there are places, one of each, give way too.
+func TestHandshakesOfManyAddresses(t *testing.T) {
 	now := time.Now()
 	c := newClients(2)
 	c.now = func() time.Time { return now }
 	for i := range maxHandshakes {
 		newcomer(t, c, netip.PrefixFrom(netip.AddrFrom16([16]byte{0x20, 1, byte(i)}), 64))
 	}
-	if err := c.admit(&upgraded{}, from(1)); err == nil {
+	if err := c.admit(&clientConn{}, from(1)); err == nil {
 		t.Error("a connection that has just come gives its place up")
 	}
-	now = now.Add(patience)
+	now = now.Add(handshakeGrace)
 	newcomer(t, c, from(1))
 }
 
@@ -125,55 +125,55 @@ func TestStrangersOfManyAddresses(t *testing.T) {
 // count.
 func TestPlacesOfClients(t *testing.T) {
 	c := newClients(5)
-	enter := func(of netip.Prefix, id core.AgentID, keeps bool) (u *upgraded, conn *tally, gave *upgraded) {
+	enter := func(of netip.Prefix, id core.AgentID, pinned bool) (u *clientConn, conn *tally, evicted *clientConn) {
 		t.Helper()
 		u, conn = newcomer(t, c, of)
-		gave, err := c.letIn(u, id, keeps)
+		evicted, err := c.promote(u, id, pinned)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return u, conn, gave
+		return u, conn, evicted
 	}
 	_, first, _ := enter(from(1), "A1", false)
 	second, ended, _ := enter(from(1), "A2", false)
 	_, rank, _ := enter(from(2), "R1", true)
 	enter(from(2), "R2", true)
-	_, other, gave := enter(from(2), "B1", false)
-	if gave != nil {
-		t.Fatalf("%v gave up a place though one was free", gave.id)
+	_, other, evicted := enter(from(2), "B1", false)
+	if evicted != nil {
+		t.Fatalf("%v gave up a place though one was free", evicted.id)
 	}
 	for _, of := range []byte{1, 2} { // 2 and 1
-		if err := c.admit(&upgraded{}, from(of)); err == nil || !strings.Contains(err.Error(), "5 control connections") {
+		if err := c.admit(&clientConn{}, from(of)); err == nil || !strings.Contains(err.Error(), "5 control connections") {
 			t.Errorf("one more of %v: %v", from(of), err)
 		}
 	}
-	_, _, gave = enter(from(3), "C1", false)
-	if gave != second || !ended.closed || first.closed || rank.closed || other.closed {
-		t.Errorf("%+v gave its place up", gave)
+	_, _, evicted = enter(from(3), "C1", false)
+	if evicted != second || !ended.closed || first.closed || rank.closed || other.closed {
+		t.Errorf("%+v gave its place up", evicted)
 	}
-	u := &upgraded{}
+	u := &clientConn{}
 	if err := c.admit(u, from(4)); err == nil {
 		t.Error("1, 1 and 1: one more has a place")
 	}
 	for u := range c.conns {
 		c.remove(u)
 	}
-	if c.in != 0 || len(c.held) != 0 || len(c.waiting) != 0 {
-		t.Errorf("after all have gone: %d in, %v, %v", c.in, c.held, c.waiting)
+	if c.authenticated != 0 || len(c.held) != 0 || len(c.waiting) != 0 {
+		t.Errorf("after all have gone: %d in, %v, %v", c.authenticated, c.held, c.waiting)
 	}
 	two, _ := newcomer(t, c, from(4)) // two that are on their way to the last place
 	three, _ := newcomer(t, c, from(5))
 	for i := range 4 {
 		enter(from(byte(6+i)), "X", false)
 	}
-	if gave, err := c.letIn(two, "D1", false); err != nil || gave != nil {
-		t.Errorf("%v, %v", gave, err)
+	if evicted, err := c.promote(two, "D1", false); err != nil || evicted != nil {
+		t.Errorf("%v, %v", evicted, err)
 	}
-	if gave, err := c.letIn(three, "D2", false); err == nil {
-		t.Errorf("1 each: %v gave its place up", gave)
+	if evicted, err := c.promote(three, "D2", false); err == nil {
+		t.Errorf("1 each: %v gave its place up", evicted)
 	}
 	c.close()
-	if err := c.admit(&upgraded{}, from(1)); !errors.Is(err, errServerClosed) {
+	if err := c.admit(&clientConn{}, from(1)); !errors.Is(err, errServerClosed) {
 		t.Errorf("after the end: %v", err)
 	}
 }
@@ -198,9 +198,9 @@ func TestPlaceIsGivenUp(t *testing.T) {
 			return errors.Join(err, cerr)
 		}
 	}
-	var crowd []net.Conn
+	var agents []net.Conn
 	for i := range 2 {
-		e := &entrance{self: named(fmt.Sprint("E", i)), right: rightAsk}
+		e := &clientHandshake{self: named(fmt.Sprint("E", i)), right: rightAsk}
 		conn, err := dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, at(2), e)(ctxOf(t, within))
 		if err != nil {
 			t.Fatal(err)
@@ -213,9 +213,9 @@ func TestPlaceIsGivenUp(t *testing.T) {
 		if _, err := told(bufio.NewReader(conn), "PONG"); err != nil { // it is in
 			t.Fatal(err)
 		}
-		crowd = append(crowd, conn)
+		agents = append(agents, conn)
 	}
-	c := &entrance{self: named("C"), right: rightAsk}
+	c := &clientHandshake{self: named("C"), right: rightAsk}
 	late, err := dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, at(3), c)(ctxOf(t, within))
 	if err != nil {
 		t.Fatal(err)
@@ -226,7 +226,7 @@ func TestPlaceIsGivenUp(t *testing.T) {
 	if _, err := told(bufio.NewReader(late), "PONG"); err != nil {
 		t.Errorf("the newcomer is not in: %v", err)
 	}
-	if _, err := io.Copy(io.Discard, crowd[1]); errors.Is(err, os.ErrDeadlineExceeded) {
+	if _, err := io.Copy(io.Discard, agents[1]); errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Error("the newest of the crowd is still connected")
 	}
 	ask(t, d, via, "P", "P via : hello D")

@@ -82,7 +82,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	serve(kept)
 	target := core.Target{Bootstrap: "http://not-used:1", EngineID: "e"}
 	for _, b := range []*Bus{decode, kept} {
-		if a, _, err := b.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
+		if a, _, err := b.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || shortName(a.ID) != "P" {
 			t.Fatalf("%+v, %v", a, err)
 		}
 	}
@@ -96,12 +96,12 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 
 	// At once P is found, by an agent that knows it and by a new one, though nobody
 	// leads the registry.
-	if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
+	if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || shortName(a.ID) != "P" {
 		t.Fatalf("%+v, %v", a, err)
 	}
 	fresh := newBus(t, Options{Identity: named("N"), ClusterURL: c.URLs()})
 	serve(fresh)
-	if a, _, err := fresh.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
+	if a, _, err := fresh.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || shortName(a.ID) != "P" {
 		t.Fatalf("%+v, %v", a, err)
 	}
 	ask(t, fresh, "", "P", "P via : hello N")
@@ -120,7 +120,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	t.Logf("a new agent is registered %v after the kill", time.Since(killed).Round(100*time.Millisecond))
 	// The entry does not expire, before or after the election.
 	for time.Since(killed) < ttl+5*time.Second {
-		if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || nick(a.ID) != "P" {
+		if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || shortName(a.ID) != "P" {
 			t.Fatalf("%v after the kill: %+v, %v", time.Since(killed), a, err)
 		}
 		time.Sleep(100 * time.Millisecond) // a poll of another process's state
@@ -157,11 +157,11 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 		begin := time.Now()
 		for {
 			a, _, err := who.Lookup(ctxOf(t, nettest.ElectionBound), target)
-			if err == nil && nick(a.ID) == "P" {
+			if err == nil && shortName(a.ID) == "P" {
 				break
 			}
 			if !errors.Is(err, core.ErrUnreachable) || time.Since(begin) > nettest.ElectionBound {
-				t.Fatalf("%s: %+v, %v", nick(who.opt.Identity.ID()), a, err)
+				t.Fatalf("%s: %+v, %v", shortName(who.opt.Identity.ID()), a, err)
 			}
 		}
 	}
@@ -209,7 +209,7 @@ func TestReplicas(t *testing.T) {
 
 func TestClusterByTLSAndNKey(t *testing.T) {
 	leaktest.Check(t)
-	ca, stranger := nettest.NewAuthority(t), nettest.NewAuthority(t)
+	ca, unknown := nettest.NewAuthority(t), nettest.NewAuthority(t)
 	cert, key := ca.Issue(time.Now().Add(time.Hour), "127.0.0.1")
 	c := nettest.NewNATS(t, "--tlsverify", "--tlscert", cert, "--tlskey", key, "--tlscacert", ca.File, "--auth", "right")
 	secure := ca.Client()
@@ -223,7 +223,7 @@ func TestClusterByTLSAndNKey(t *testing.T) {
 		opt  Options
 		says string
 	}{
-		"unknown authority": {Options{Token: "right", TLS: stranger.Client()}, "tls_ca_file"},
+		"unknown authority": {Options{Token: "right", TLS: unknown.Client()}, "tls_ca_file"},
 		"no certificate":    {Options{Token: "right", TLS: ca.Client()}, ""},
 		"wrong token":       {Options{Token: "wrong", TLS: secure}, "nats_token"},
 	} {
@@ -263,7 +263,7 @@ func TestNewcomerAsksNoLeader(t *testing.T) {
 	prefill := newBus(t, Options{Identity: up.named(t, "NP"), ClusterURL: c.URL(), Seed: pSeed})
 	serve(prefill)
 	register(t, prefill, up.engine("e"))
-	if a, _, err := decode.Lookup(ctxOf(t, within), target); err != nil || nick(a.ID) != "NP" {
+	if a, _, err := decode.Lookup(ctxOf(t, within), target); err != nil || shortName(a.ID) != "NP" {
 		t.Fatalf("%+v, %v", a, err)
 	}
 	ask(t, decode, "", "NP", "NP via : hello D")
@@ -296,7 +296,7 @@ func TestCluster(t *testing.T) {
 	serve(decode)
 	target := core.Target{Bootstrap: "http://not-used:1", EngineID: "e"}
 	a, via, err := decode.Lookup(ctxOf(t, within), target)
-	if err != nil || nick(a.ID) != "P" || via != "" {
+	if err != nil || shortName(a.ID) != "P" || via != "" {
 		t.Fatalf("%+v via %q: %v", a, via, err)
 	}
 	ask(t, decode, "", "P", "P via : hello D")

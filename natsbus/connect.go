@@ -26,13 +26,13 @@ func connect(bus *common, to endpoint) (*link, error) {
 	stop := context.AfterFunc(bus.ctx, l.dial.abort)
 	defer stop()
 	l.id = opt.Identity.ID()
-	if to.entrance != nil { // the first connection decides about the id
+	if to.handshake != nil { // the first connection decides about the id
 		if err := l.dial.prepare(); err != nil {
 			l.broke()
 			l.dial.abort()
 			return nil, unreachable(to.name, explain(err))
 		}
-		l.id = to.entrance.id()
+		l.id = to.handshake.id()
 	}
 	l.answers = newAnswers(inboxOf(l.id))
 	opts := []nats.Option{
@@ -90,8 +90,8 @@ func interrupted(err error) bool { return strings.Contains(err.Error(), "expecte
 func (o *Options) credentials(kind linkKind) ([]nats.Option, error) {
 	switch {
 	case kind == homeLink:
-		return []nats.Option{nats.UserInfo(homeUser, o.Server.gate.home)}, nil
-	case kind != clusterLink: // the entrance proves it
+		return []nats.Option{nats.UserInfo(homeUser, o.Server.authenticator.home)}, nil
+	case kind != clusterLink: // the handshake proves it
 		return nil, nil
 	case o.Seed != "":
 		key, public, err := seedKey(o.Seed)

@@ -16,10 +16,10 @@ import (
 	"github.com/kvconn/kvconn/rig/nettest"
 )
 
-// TestRegistryOfAnIntruder: a user of a cluster that may create the registry's stream creates it
+// TestRegistryOfAnAttacker: a user of a cluster that may create the registry's stream creates it
 // before others do, so that it keeps what agents say to each other, or says it again. No engine
 // registers there. Other settings are the operator's to choose.
-func TestRegistryOfAnIntruder(t *testing.T) {
+func TestRegistryOfAnAttacker(t *testing.T) {
 	leaktest.Check(t)
 	up := newUser(t)
 	c := nettest.NewNATS(t, "-c", nettest.ClusterUsers(t, up.key))
@@ -33,7 +33,7 @@ func TestRegistryOfAnIntruder(t *testing.T) {
 		{`"subjects":["$KV.kvconn_ranks.>"],"allow_msg_schedules":true`, "allow_msg_schedules"},
 		{`"subjects":["$KV.kvconn_ranks.>"],"max_bytes":1000000`, ""},
 	} {
-		m, err := intruder(t, c.URL(), up).RequestWithContext(ctxOf(t, within), "$JS.API.STREAM.CREATE."+stream, fmt.Appendf(nil,
+		m, err := connAs(t, c.URL(), up).RequestWithContext(ctxOf(t, within), "$JS.API.STREAM.CREATE."+stream, fmt.Appendf(nil,
 			`{"name":%q,"storage":"memory","max_msgs_per_subject":1,"allow_direct":true,"allow_msg_ttl":true,"allow_rollup_hdrs":true,"subject_delete_marker_ttl":10000000000,"num_replicas":1,%s}`, stream, r.settings))
 		if err != nil || strings.Contains(string(m.Data), `"error"`) {
 			t.Fatalf("%s: %q, %v", r.settings, m.Data, err)
@@ -47,13 +47,13 @@ func TestRegistryOfAnIntruder(t *testing.T) {
 	}
 }
 
-// TestRegistryHearsNoAgents: a prefill engine's user creates the registry's stream so that it would keep whatever is said.
+// TestRegistryCapturesNoRequests: a prefill engine's user creates the registry's stream so that it would keep whatever is said.
 // Agents that talk beside it are not heard: the stream's account is not theirs.
-func TestRegistryHearsNoAgents(t *testing.T) {
+func TestRegistryCapturesNoRequests(t *testing.T) {
 	leaktest.Check(t)
-	up, evil, ud := newUser(t), newUser(t), newUser(t)
-	c := nettest.NewNATS(t, "-c", nettest.ClusterOf(t, []string{up.key, evil.key}, []string{ud.key}))
-	nc := intruder(t, c.URL(), evil)
+	up, attacker, ud := newUser(t), newUser(t), newUser(t)
+	c := nettest.NewNATS(t, "-c", nettest.ClusterOf(t, []string{up.key, attacker.key}, []string{ud.key}))
+	nc := connAs(t, c.URL(), attacker)
 	m, err := nc.RequestWithContext(ctxOf(t, within), "$JS.API.STREAM.CREATE."+stream, fmt.Appendf(nil,
 		`{"name":%q,"storage":"memory","allow_direct":true,"num_replicas":1,"no_ack":true,"subjects":["$KV.kvconn_ranks.>","kvconn.v1.>","_INBOX.>","_R_.>"]}`, stream))
 	if err != nil || strings.Contains(string(m.Data), `"error"`) {
@@ -65,14 +65,14 @@ func TestRegistryHearsNoAgents(t *testing.T) {
 		serve(b)
 	}
 	for i, b := range pair {
-		self, other := nick(b.opt.Identity.ID()), nick(pair[1-i].opt.Identity.ID())
+		self, other := shortName(b.opt.Identity.ID()), shortName(pair[1-i].opt.Identity.ID())
 		ask(t, b, "", core.AgentID(other), other+" via : hello "+self)
 	}
-	if err := nc.Publish(clusterKey(evil.engine("marker"), 0, 0), nil); err != nil || refused(t, nc) {
+	if err := nc.Publish(clusterKey(attacker.engine("marker"), 0, 0), nil); err != nil || refused(t, nc) {
 		t.Fatal(err, nc.LastError())
 	}
 	marker := func(key string) bool { return strings.HasPrefix(key, subtree) }
-	// What the stream keeps of JetStream's own answers begins with _R_, in its own account, and is said to its asker.
+	// What the stream keeps of JetStream's own answers begins with _R_, in its own account, and is said to its requester.
 	eventually(t, "the stream keeps what is written behind them", func() error {
 		keys, err := prefill.homeLink().list(ctxOf(t, within), ">", 1000)
 		if err != nil || !slices.ContainsFunc(keys, marker) {
@@ -98,11 +98,11 @@ func TestNarrowRights(t *testing.T) {
 		narrowed(t, file, u)
 	}
 	c := nettest.NewNATS(t, "-c", file)
-	nc := intruder(t, c.URL(), up)
+	nc := connAs(t, c.URL(), up)
 	if err := nc.Publish("$JS.API.STREAM.CREATE."+stream, nil); err != nil || !refused(t, nc) {
 		t.Fatalf("a prefill engine creates the stream: %v", err)
 	}
-	rankStream(t, intruder(t, c.URL(), operator))
+	rankStream(t, connAs(t, c.URL(), operator))
 	for name, u := range map[string]user{"NE": up, "NF": other} {
 		b := newBus(t, Options{Identity: u.named(t, name), ClusterURL: c.URL(), Seed: u.seed, TTL: time.Hour})
 		register(t, b, u.engine("e"))
@@ -114,9 +114,9 @@ func TestNarrowRights(t *testing.T) {
 	}
 	own, others := clusterKey(up.engine("e"), 0, 0), clusterKey(other.engine("e"), 0, 0)
 	for _, to := range []user{up, third} {
-		primes(t, c.URL(), up, to, others)
+		probesReplySubject(t, c.URL(), up, to, others)
 	}
-	nc = intruder(t, c.URL(), up)
+	nc = connAs(t, c.URL(), up)
 	// A roll-up of all would end others' entries. The operator's stream takes none.
 	m := nats.NewMsg(own)
 	m.Header.Set("Nats-Rollup", "all")
@@ -139,7 +139,7 @@ func TestRegistryChangedLater(t *testing.T) {
 	log, logs := observed()
 	prefill := newBus(t, Options{Identity: up.named(t, "LP"), ClusterURL: c.URL(), Seed: up.seed, TTL: 2 * time.Second, Logger: log})
 	register(t, prefill, up.engine("e"))
-	js, err := jetstream.New(intruder(t, c.URL(), operator))
+	js, err := jetstream.New(connAs(t, c.URL(), operator))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -175,11 +175,11 @@ func TestRegistryChangedLater(t *testing.T) {
 // entry once the stream is right.
 func TestEntryOfATransform(t *testing.T) {
 	leaktest.Check(t)
-	operator, evil, ud := newUser(t), newUser(t), newUser(t)
-	file := nettest.ClusterOf(t, []string{evil.key}, []string{ud.key})
+	operator, attacker, ud := newUser(t), newUser(t), newUser(t)
+	file := nettest.ClusterOf(t, []string{attacker.key}, []string{ud.key})
 	operated(t, file, operator)
 	c := nettest.NewNATS(t, "-c", file)
-	nc := intruder(t, c.URL(), evil)
+	nc := connAs(t, c.URL(), attacker)
 	ok := func(m *nats.Msg, err error) {
 		t.Helper()
 		if err != nil || strings.Contains(string(m.Data), `"error"`) {
@@ -187,13 +187,13 @@ func TestEntryOfATransform(t *testing.T) {
 		}
 	}
 	ok(nc.RequestWithContext(ctxOf(t, within), "$JS.API.STREAM.CREATE."+stream, fmt.Appendf(nil,
-		`{"name":%q,"storage":"memory","max_msgs_per_subject":1,"allow_direct":true,"allow_msg_ttl":true,"num_replicas":1,"subjects":["$KV.kvconn_ranks.>"],"subject_transform":{"src":"$KV.kvconn_ranks.%s.>","dest":"$KV.kvconn_ranks.>"}}`, stream, evil.key)))
-	value, err := agent(string(evil.named(t, "TE").ID()), "sglang-dp0").MarshalMsg(nil)
+		`{"name":%q,"storage":"memory","max_msgs_per_subject":1,"allow_direct":true,"allow_msg_ttl":true,"num_replicas":1,"subjects":["$KV.kvconn_ranks.>"],"subject_transform":{"src":"$KV.kvconn_ranks.%s.>","dest":"$KV.kvconn_ranks.>"}}`, stream, attacker.key)))
+	value, err := agent(string(attacker.named(t, "TE").ID()), "sglang-dp0").MarshalMsg(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	key := rankKey("sglang-dp0", 0, 0)
-	ok(nc.RequestWithContext(ctxOf(t, within), subtree+evil.key+"."+strings.TrimPrefix(key, subtree), value))
+	ok(nc.RequestWithContext(ctxOf(t, within), subtree+attacker.key+"."+strings.TrimPrefix(key, subtree), value))
 	decode := newBus(t, Options{Identity: ud.named(t, "TD"), ClusterURL: c.URL(), Seed: ud.seed, JSPrefix: registryPrefix})
 	if got := entryOf(t, decode, key); !strings.HasPrefix(got, "TE as ") {
 		t.Fatalf("the attack itself has failed: the stream keeps %s", got)
@@ -203,19 +203,19 @@ func TestEntryOfATransform(t *testing.T) {
 			t.Errorf("engine %q is %+v, %v", engine, a, err)
 		}
 	}
-	js, err := jetstream.New(intruder(t, c.URL(), operator))
+	js, err := jetstream.New(connAs(t, c.URL(), operator))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := js.DeleteStream(ctxOf(t, within), stream); err != nil {
 		t.Fatal(err)
 	}
-	rankStream(t, intruder(t, c.URL(), operator))
+	rankStream(t, connAs(t, c.URL(), operator))
 	if _, err := js.Publish(ctxOf(t, within), key, value); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {
-		if a, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: "sglang-dp0"}); err != nil || nick(a.ID) != "TE" {
+		if a, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: "sglang-dp0"}); err != nil || shortName(a.ID) != "TE" {
 			t.Errorf("in the right stream it is %+v, %v", a, err)
 		}
 	}

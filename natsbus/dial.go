@@ -110,7 +110,7 @@ func dialTCP(ctx context.Context) (net.Conn, error) {
 
 // dialUpgrade returns a function that connects to the control plane behind a bootstrap
 // port, with TLS if secure is not nil.
-func dialUpgrade(at Address, secure *tls.Config, control Control, e *entrance) func(context.Context) (net.Conn, error) {
+func dialUpgrade(at Address, secure *tls.Config, control Control, e *clientHandshake) func(context.Context) (net.Conn, error) {
 	return func(ctx context.Context) (net.Conn, error) {
 		for {
 			conn, err := dialOnce(ctx, at, secure, control, e)
@@ -124,7 +124,7 @@ func dialUpgrade(at Address, secure *tls.Config, control Control, e *entrance) f
 
 const busyPause = 50 * time.Millisecond
 
-func dialOnce(ctx context.Context, at Address, secure *tls.Config, control Control, e *entrance) (net.Conn, error) {
+func dialOnce(ctx context.Context, at Address, secure *tls.Config, control Control, e *clientHandshake) (net.Conn, error) {
 	nd := net.Dialer{Control: control}
 	conn, err := nd.DialContext(ctx, "tcp", at.Host)
 	if err != nil {
@@ -133,7 +133,7 @@ func dialOnce(ctx context.Context, at Address, secure *tls.Config, control Contr
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	up, err := upgradeOver(ctx, conn, at, secure)
 	if err == nil {
-		up, err = e.enter(ctx, up)
+		up, err = e.run(ctx, up)
 	}
 	if !stop() && err == nil {
 		err = ctx.Err() // the deadline is set, or about to be

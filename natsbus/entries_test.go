@@ -19,15 +19,15 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// strangeEntry is what somebody else writes under an engine's key. says is in the reason for
+// invalidEntry is what somebody else writes under an engine's key. says is in the reason for
 // which a reader refuses it.
-type strangeEntry struct {
+type invalidEntry struct {
 	value []byte
 	since int64
 	says  string
 }
 
-func strangeEntries(t testing.TB) map[string]strangeEntry {
+func invalidEntries(t testing.TB) map[string]invalidEntry {
 	t.Helper()
 	enc := func(change func(*wire.Agent)) []byte {
 		a := agent("Z", "e")
@@ -39,7 +39,7 @@ func strangeEntries(t testing.TB) map[string]strangeEntry {
 		return b
 	}
 	good := enc(func(*wire.Agent) {})
-	return map[string]strangeEntry{
+	return map[string]invalidEntry{
 		"nothing":           {nil, 0, "malformed"},
 		"text":              {[]byte("garbage"), math.MaxInt64, "malformed"},
 		"cut off":           {good[:len(good)-1], math.MaxInt64, "malformed"},
@@ -55,7 +55,7 @@ func strangeEntries(t testing.TB) map[string]strangeEntry {
 }
 
 // put writes an entry as no agent would.
-func (e strangeEntry) put(t testing.TB, js jetstream.JetStream, key string) {
+func (e invalidEntry) put(t testing.TB, js jetstream.JetStream, key string) {
 	t.Helper()
 	m := nats.NewMsg(key)
 	m.Data = e.value
@@ -65,8 +65,8 @@ func (e strangeEntry) put(t testing.TB, js jetstream.JetStream, key string) {
 	}
 }
 
-// strangerAt is somebody's own client of a cluster that lets everybody in.
-func strangerAt(t testing.TB, c *nettest.NATSServer) jetstream.JetStream {
+// unsignedAt is somebody's own client of a cluster that lets everybody in.
+func unsignedAt(t testing.TB, c *nettest.NATSServer) jetstream.JetStream {
 	t.Helper()
 	nc, err := nats.Connect(c.URL(), nats.NoReconnect())
 	if err != nil {
@@ -91,40 +91,40 @@ func TestEntryOfTheFuture(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	strangeEntry{value: value, since: math.MaxInt64}.put(t, strangerAt(t, c), rankKey("e", 0, 0))
+	invalidEntry{value: value, since: math.MaxInt64}.put(t, unsignedAt(t, c), rankKey("e", 0, 0))
 	register(t, prefill, "e")
 	eventually(t, "engine e is found", func() error {
 		a, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{EngineID: "e"})
-		if err == nil && nick(a.ID) != "P" {
-			err = fmt.Errorf("it is agent %s", nick(a.ID))
+		if err == nil && shortName(a.ID) != "P" {
+			err = fmt.Errorf("it is agent %s", shortName(a.ID))
 		}
 		return err
 	})
 }
 
-// TestEntriesOfAStranger: whatever somebody writes under an engine's key in a cluster's registry,
+// TestEntriesOfAnotherUser: whatever somebody writes under an engine's key in a cluster's registry,
 // a decode engine is told what is wrong with it, it hides no other engine, and the engine writes
 // over it: at its next renewal, and when it registers. No renewal comes by itself here.
-func TestEntriesOfAStranger(t *testing.T) {
+func TestEntriesOfAnotherUser(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATS(t)
 	log, logs := observed()
 	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL(), TTL: time.Hour, Logger: log})
 	register(t, prefill, "e")
 	decode := newBus(t, Options{Identity: named("D"), ClusterURL: c.URL()})
-	js, key := strangerAt(t, c), rankKey("e", 0, 0)
+	js, key := unsignedAt(t, c), rankKey("e", 0, 0)
 	finds := func(b *Bus, engine, want string) {
 		t.Helper()
 		eventually(t, "engine "+engine+" is found", func() error {
 			a, _, err := b.Lookup(ctxOf(t, 3*within), core.Target{EngineID: engine})
-			if err == nil && nick(a.ID) != want {
-				err = fmt.Errorf("it is agent %s", nick(a.ID))
+			if err == nil && shortName(a.ID) != want {
+				err = fmt.Errorf("it is agent %s", shortName(a.ID))
 			}
 			return err
 		})
 	}
 	finds(decode, "e", "P")
-	for what, e := range strangeEntries(t) {
+	for what, e := range invalidEntries(t) {
 		e.put(t, js, key)
 		a, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{EngineID: "e"})
 		if err == nil || errors.Is(err, core.ErrNotRegistered) || !strings.Contains(err.Error(), e.says) || !strings.Contains(err.Error(), `"e" rank 0.0`) {
@@ -142,7 +142,7 @@ func TestEntriesOfAStranger(t *testing.T) {
 		t.Errorf("%d renewals failed: %v", n, logs.All())
 	}
 	again := 0
-	for what, e := range strangeEntries(t) { // and an engine that comes then
+	for what, e := range invalidEntries(t) { // and an engine that comes then
 		engine := fmt.Sprint("later", again)
 		again++
 		e.put(t, js, rankKey(engine, 0, 0))
@@ -154,7 +154,7 @@ func TestEntriesOfAStranger(t *testing.T) {
 		finds(decode, engine, engine)
 	}
 	// nkeys takes this for a public nkey: its first byte and its sum are right, and it has one byte of a key.
-	for _, e := range strangeEntries(t) {
+	for _, e := range invalidEntries(t) {
 		e.put(t, js, subtree+"UAAABHF5.e.0.0")
 	}
 	if _, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{}); !errors.Is(err, ErrAmbiguous) {
@@ -173,7 +173,7 @@ func TestEntryOfAnotherVersion(t *testing.T) {
 	prefill := newBus(t, Options{Identity: named("P"), ClusterURL: c.URL(), TTL: time.Hour})
 	register(t, prefill, "e")
 	decode := newBus(t, Options{Identity: named("D"), ClusterURL: c.URL()})
-	js, key := strangerAt(t, c), rankKey("e", 0, 0)
+	js, key := unsignedAt(t, c), rankKey("e", 0, 0)
 	for _, version := range []int{0, wire.Version - 1, wire.Version + 1, math.MaxInt32} {
 		for _, since := range []int64{0, -1, math.MinInt64} {
 			a := agent("Z", "e")
@@ -182,15 +182,15 @@ func TestEntryOfAnotherVersion(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			strangeEntry{value: value, since: since}.put(t, js, key)
+			invalidEntry{value: value, since: since}.put(t, js, key)
 			if got, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{EngineID: "e"}); err != nil || got.Version != version {
 				t.Errorf("version %d is read as %+v, %v", version, got, err)
 			}
 			prefill.renewNow()
 			eventually(t, "the owner's entry", func() error {
 				got, _, err := decode.Lookup(ctxOf(t, 3*within), core.Target{EngineID: "e"})
-				if err == nil && (nick(got.ID) != "P" || got.Version != wire.Version) {
-					err = fmt.Errorf("it is agent %s of version %d", nick(got.ID), got.Version)
+				if err == nil && (shortName(got.ID) != "P" || got.Version != wire.Version) {
+					err = fmt.Errorf("it is agent %s of version %d", shortName(got.ID), got.Version)
 				}
 				return err
 			})

@@ -74,12 +74,12 @@ func entryText(key string, header nats.Header, data []byte) []byte {
 
 // attest says whether an entry is its engine's own, as far as that can be known, and when it ended, if it was and has.
 func attest(header nats.Header, data []byte, key string) (ended time.Time, err error) {
-	strange := func(format string, args ...any) (time.Time, error) {
+	invalid := func(format string, args ...any) (time.Time, error) {
 		return time.Time{}, fmt.Errorf("the entry of %s "+format, append([]any{keyName(key)}, args...)...)
 	}
 	for name := range header {
 		if strings.HasPrefix(name, scheduleHeader) || name == sourceHeader {
-			return strange("is the NATS server's work, not an engine's: it has the header %s; make stream %s anew, without schedules and sources", name, stream)
+			return invalid("is the NATS server's work, not an engine's: it has the header %s; make stream %s anew, without schedules and sources", name, stream)
 		}
 	}
 	owner := keyOwner(key)
@@ -88,11 +88,11 @@ func attest(header nats.Header, data []byte, key string) (ended time.Time, err e
 	}
 	public := publicOf(owner)
 	if len(public) != ed25519.PublicKeySize {
-		return strange("is of no key")
+		return invalid("is of no key")
 	}
 	signature, err := base64.RawURLEncoding.DecodeString(header.Get(signatureHeader))
 	if !fault.On("bus-entry-unsigned") && (err != nil || !ed25519.Verify(public, entryText(key, header, data), signature)) {
-		return strange("is not signed by the nkey with which its engine_id begins: another has written it, and its engine writes over it")
+		return invalid("is not signed by the nkey with which its engine_id begins: another has written it, and its engine writes over it")
 	}
 	ends, err := strconv.ParseInt(header.Get(endsHeader), 10, 64)
 	if end := time.Unix(0, ends); err != nil || time.Now().After(end) && !fault.On("bus-entry-endless") {

@@ -35,15 +35,15 @@ func entryFor(t testing.TB, i *Identity, a *wire.Agent, ends time.Duration) *nat
 // it. No renewal comes by itself here.
 func TestEntryOfAnotherEngine(t *testing.T) {
 	leaktest.Check(t)
-	up, evil, ud := newUser(t), newUser(t), newUser(t)
-	c := nettest.NewNATS(t, "-c", nettest.EarlierClusterOf(t, []string{up.key, evil.key}, []string{ud.key}))
+	up, attacker, ud := newUser(t), newUser(t), newUser(t)
+	c := nettest.NewNATS(t, "-c", nettest.EarlierClusterOf(t, []string{up.key, attacker.key}, []string{ud.key}))
 	log, logs := observed()
 	prefill := newBus(t, Options{Identity: up.named(t, "EP"), ClusterURL: c.URL(), Seed: up.seed, TTL: time.Hour, Logger: log})
 	decode := newBus(t, Options{Identity: ud.named(t, "ED"), ClusterURL: c.URL(), Seed: ud.seed, JSPrefix: registryPrefix})
 	engine := up.engine("e")
 	register(t, prefill, engine)
-	nc := intruder(t, c.URL(), evil)
-	me, his := evil.named(t, "EE"), prefill.opt.Identity
+	nc := connAs(t, c.URL(), attacker)
+	me, his := attacker.named(t, "EE"), prefill.opt.Identity
 	foreign := agent(string(me.ID()), engine)
 	own := entryFor(t, his, agent(string(his.ID()), engine), time.Hour) // as the registry shows it to all
 	find := func() (*wire.Agent, error) {
@@ -91,8 +91,8 @@ func TestEntryOfAnotherEngine(t *testing.T) {
 		t.Errorf("%d renewals failed: %v", n, logs.All())
 	}
 	// Nor does it register there by the rules, or under the old key of that engine id.
-	b := newBus(t, Options{Identity: me, ClusterURL: c.URL(), Seed: evil.seed})
-	if err := b.Register(ctxOf(t, within), foreign); err == nil || !strings.Contains(err.Error(), evil.engine("e")) {
+	b := newBus(t, Options{Identity: me, ClusterURL: c.URL(), Seed: attacker.seed})
+	if err := b.Register(ctxOf(t, within), foreign); err == nil || !strings.Contains(err.Error(), attacker.engine("e")) {
 		t.Errorf("it registers as another's engine: %v", err)
 	}
 	m := entryFor(t, me, foreign, time.Hour)
@@ -120,8 +120,8 @@ func headerWith(h nats.Header, name, value string) nats.Header {
 // the engine is not registered, nobody is accused, and the engine itself takes its place back without a word.
 func TestEntriesEnd(t *testing.T) {
 	leaktest.Check(t)
-	up, evil, ud := newUser(t), newUser(t), newUser(t)
-	c := nettest.NewNATS(t, "-c", nettest.EarlierClusterOf(t, []string{up.key, evil.key}, []string{ud.key}))
+	up, attacker, ud := newUser(t), newUser(t), newUser(t)
+	c := nettest.NewNATS(t, "-c", nettest.EarlierClusterOf(t, []string{up.key, attacker.key}, []string{ud.key}))
 	log, logs := observed()
 	prefill := newBus(t, Options{Identity: up.named(t, "OP"), ClusterURL: c.URL(), Seed: up.seed, TTL: time.Hour, Logger: log})
 	decode := newBus(t, Options{Identity: ud.named(t, "OD"), ClusterURL: c.URL(), Seed: ud.seed, JSPrefix: registryPrefix, Logger: log})
@@ -129,7 +129,7 @@ func TestEntriesEnd(t *testing.T) {
 	register(t, prefill, engine)
 	before := up.named(t, "OB") // the agent before this one
 	old := entryFor(t, before, agent(string(before.ID()), engine), -time.Second)
-	if ack, err := intruder(t, c.URL(), evil).RequestMsgWithContext(ctxOf(t, within), old); err != nil || strings.Contains(string(ack.Data), `"error"`) {
+	if ack, err := connAs(t, c.URL(), attacker).RequestMsgWithContext(ctxOf(t, within), old); err != nil || strings.Contains(string(ack.Data), `"error"`) {
 		t.Fatalf("%+v, %v", ack, err)
 	}
 	a, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: engine})
@@ -140,7 +140,7 @@ func TestEntriesEnd(t *testing.T) {
 	eventually(t, "the engine's own entry", func() error {
 		a, _, err := decode.Lookup(ctxOf(t, within), core.Target{EngineID: engine})
 		if err == nil && a.ID != string(prefill.opt.Identity.ID()) {
-			err = fmt.Errorf("it is agent %s", nick(a.ID))
+			err = fmt.Errorf("it is agent %s", shortName(a.ID))
 		}
 		return err
 	})
@@ -212,7 +212,7 @@ func TestEngineOwners(t *testing.T) {
 func TestFreeIDsAreOne(t *testing.T) {
 	keyed, free, other := keyedIdentity(t), NewIdentity(), keyedIdentity(t)
 	waits := newSessionless(keyed.ownerIn)
-	message := func(from core.AgentID) *asked { return &asked{from: from, m: &nats.Msg{}} }
+	message := func(from core.AgentID) *inboundRequest { return &inboundRequest{from: from, m: &nats.Msg{}} }
 	for i := range maxSessionlessOf + 1 {
 		if taken := waits.put(message(core.AgentID(fmt.Sprint("free", i)))); taken != (i < maxSessionlessOf) {
 			t.Fatalf("message %d of free ids: %v", i, taken)
@@ -225,14 +225,14 @@ func TestFreeIDsAreOne(t *testing.T) {
 	if n := len(waits.of); n != 0 {
 		t.Errorf("%d owners have messages when none waits", n)
 	}
-	q := newLongs(time.Hour, keyed.ownerIn)
-	for i := range maxLongs {
+	q := newLongQueue(time.Hour, keyed.ownerIn)
+	for i := range maxLongRequests {
 		q.put(askedFor(core.AgentID(fmt.Sprint("free", i)), 1))
 	}
 	if dropped, _ := q.put(askedFor(other.ID(), 2)); dropped != 1 || q.of[ownerOf(other.ID())].requests != 1 || len(q.of) != 2 {
 		t.Errorf("beside free ids a key's request: %d dropped, %v", dropped, q.of)
 	}
-	q = newLongs(time.Hour, keyed.ownerIn)
+	q = newLongQueue(time.Hour, keyed.ownerIn)
 	const mib = maxLongBytes / 16
 	q.put(askedFor("free", 3*mib)) // free ids have the most bytes, but no two requests
 	for range 6 {

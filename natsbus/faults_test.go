@@ -14,9 +14,9 @@ import (
 var defects = []faulttest.Defect{
 	// A message's sender is what its connection has proved.
 	{"bus-from-believed", "TestSeedsOfFuzzUpgraded"},
-	{"bus-speaks-for-others", "TestPermissions"},
-	{"bus-hears-others", "TestNobodyListensAsAnother"},
-	{"bus-joins-as-asker", "TestSeedsOfFuzzUpgraded"},
+	{"bus-publishes-for-others", "TestPermissions"},
+	{"bus-subscribes-to-others", "TestNobodyListensAsAnother"},
+	{"bus-joins-as-requester", "TestSeedsOfFuzzUpgraded"},
 	// A proof is good on one connection and from one side.
 	{"bus-proof-unbound", "TestForgedProofs"},
 	{"bus-proof-unbound", "TestRelayedProof"},
@@ -44,21 +44,21 @@ var defects = []faulttest.Defect{
 	{"bus-free-ids-own", "TestFreeIDsAreOne"},
 	// Who floods from one address has no place that others need.
 	{"bus-places-kept", "TestPlacesOfClients"},
-	{"bus-strangers-stay", "TestPlacesOfStrangers"},
+	{"bus-handshakes-stay", "TestHandshakePlaces"},
 	// The agents that one makes share what one gets.
 	{"bus-agents-are-accounts", "TestAccounts"},
 	// Long requests of one agent hold up no short ones of others.
-	{"bus-longs-at-once", "TestLongRequestsWait"},
-	{"bus-longs-in-order", "TestLongsTakeTurns"},
-	{"bus-longs-never-late", "TestLateLongs"},
+	{"bus-long-requests-at-once", "TestLongRequestsWait"},
+	{"bus-long-requests-in-order", "TestLongRequestsTakeTurns"},
+	{"bus-long-requests-never-late", "TestLateLongRequests"},
 	// A host that lists without an end takes no memory.
 	{"bus-keeps-all-keys", "FuzzStreamInfo"},
 	// What lies in the temporary folder is this user's.
-	{"bus-store-follows", "TestPlantedInTheTempFolder"},
-	{"bus-store-pipe", "TestPlantedInTheTempFolder"},
-	{"bus-store-link", "TestPlantedInTheTempFolder"},
-	{"bus-store-open", "TestPlantedInTheTempFolder"},
-	{"bus-store-anybodys", "TestPlantedInTheTempFolder"},
+	{"bus-store-follows", "TestForgedTempFolder"},
+	{"bus-store-pipe", "TestForgedTempFolder"},
+	{"bus-store-link", "TestForgedTempFolder"},
+	{"bus-store-open", "TestForgedTempFolder"},
+	{"bus-store-anybodys", "TestForgedTempFolder"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.

@@ -197,13 +197,13 @@ func FuzzUpgradeRequest(f *testing.F) {
 		}
 		p.clients.mu.Lock()
 		defer p.clients.mu.Unlock()
-		if len(p.clients.conns) != 0 || p.clients.in != 0 {
-			t.Fatalf("%d connections, %d clients are left", len(p.clients.conns), p.clients.in)
+		if len(p.clients.conns) != 0 || p.clients.authenticated != 0 {
+			t.Fatalf("%d connections, %d clients are left", len(p.clients.conns), p.clients.authenticated)
 		}
 	})
 }
 
-// FuzzRecord: a registry that strangers write holds any key, headers and value.
+// FuzzRecord: a registry that others write holds any key, headers and value.
 // Reading an entry gives the key's own rank with an agent id that a subject may
 // hold, or nothing. A short value allocates little.
 func FuzzRecord(f *testing.F) {
@@ -320,9 +320,9 @@ func FuzzRequest(f *testing.F) {
 	})
 }
 
-// FuzzInlet: whatever an agent that has proved itself sends, the server sees commands of
+// FuzzCommandFilter: whatever an agent that has proved itself sends, the server sees commands of
 // the protocol only, and no message that names an answer outside the agent's own inbox.
-func FuzzInlet(f *testing.F) {
+func FuzzCommandFilter(f *testing.F) {
 	for _, s := range []string{"PING\r\n", "SUB a 1\r\nUNSUB 1 2\r\n", "PUB a _INBOX.A.x 3\r\nabc\r\nPING\r\n", "PUB _INBOX.B.1 1\r\na\r\n", "PUB a b 0\r\n\r\n", "PUB a _INBOX.AB.x 0\r\n\r\n",
 		"PUB a _INBOX.A.x 3\r\nabcde", "HPUB a _INBOX.A.x 3 3\r\nabc\r\n", "pub a _INBOX.A.x 0\r\n\r\n", "PUB\ta\t_INBOX.A.x\t0\r\n\r\n", "PUB a _INBOX.A.x 0\rPUB b c 0\r\n\r\n", "PUB > _INBOX.A.x 0\n\r\n", "PUB a _INBOX.A.x -1\r\n", "CONNECT {}\r\n", strings.Repeat("x", maxCommand)} {
 		f.Add([]byte(s))
@@ -333,11 +333,11 @@ func FuzzInlet(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		var out bytes.Buffer
 		share := &share{of: newBudget(1 << 30), end: func() {}}
-		w := newWindow(share, newQuestions())
+		w := newWindow(share, newRegistryQueries())
 		w.close()
 		w.gone, w.over = false, make(chan struct{})
 		w.left = 0 // nothing waits
-		in := &inlet{from: bufio.NewReaderSize(bytes.NewReader(append([]byte("CONNECT {\"x\":1}\r\n"), text...)), maxCommand), to: bufio.NewWriter(&out), connect: "CONNECT {}\r\n", inbox: "_INBOX.A", window: w}
+		in := &commandFilter{from: bufio.NewReaderSize(bytes.NewReader(append([]byte("CONNECT {\"x\":1}\r\n"), text...)), maxCommand), to: bufio.NewWriter(&out), connect: "CONNECT {}\r\n", inbox: "_INBOX.A", window: w}
 		if err := in.run(); err == nil {
 			t.Fatal("it goes on after its end")
 		}

@@ -37,12 +37,12 @@ type upgradedRig struct {
 }
 
 // The ids in an input: prefill's, the honest decode agent's, and of who has entered, who asks.
-const inPrefill, inVictim, inAsker, inRank = "{P}", "{V}", "{E}", "{R}"
+const inPrefill, inVictim, inRequester, inRank = "{P}", "{V}", "{E}", "{R}"
 
 func newUpgradedRig(t testing.TB, k secrets) *upgradedRig {
 	t.Helper()
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: k.token, JoinToken: k.join})
-	p.questions.within = time.Millisecond // who hides its answers waits for it
+	p.queries.within = time.Millisecond // who hides its answers waits for it
 	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server, TTL: time.Hour})
 	u := &upgradedRig{secrets: k, port: p, prefill: prefill, asked: map[wire.Kind]int{}, enters: map[right]*Identity{rightAsk: named("E").At(p.opt.Identity.ID()), rightJoin: named("R")}, as: map[right]core.AgentID{}}
 	for r, i := range u.enters {
@@ -57,7 +57,7 @@ func newUpgradedRig(t testing.TB, k secrets) *upgradedRig {
 		t.Fatal(err)
 	}
 	u.victim = named("V").At(p.opt.Identity.ID()).ID()
-	u.names = strings.NewReplacer(inPrefill, string(named("P").ID()), inVictim, string(u.victim), inAsker, string(u.as[rightAsk]), inRank, string(u.as[rightJoin]))
+	u.names = strings.NewReplacer(inPrefill, string(named("P").ID()), inVictim, string(u.victim), inRequester, string(u.as[rightAsk]), inRank, string(u.as[rightJoin]))
 	u.entry = u.registry(t)
 	return u
 }
@@ -77,7 +77,7 @@ func (u *upgradedRig) handle(at string) core.Handler {
 		switch {
 		case from == u.victim && req.Kind == wire.KindHello && req.Hello.EngineID == "honest":
 		case from != u.as[rightAsk] && from != u.as[rightJoin], req.Kind == wire.KindJoin && from != u.as[rightJoin]:
-			u.wrong = append(u.wrong, fmt.Sprintf("%s is asked by %s: %+v", at, nick(from), req))
+			u.wrong = append(u.wrong, fmt.Sprintf("%s is asked by %s: %+v", at, shortName(from), req))
 		default:
 			u.asked[req.Kind]++
 		}
@@ -119,8 +119,8 @@ func (u *upgradedRig) enter(t testing.TB, r right, text []byte, answers int) (sa
 	if resp, err := http.ReadResponse(br, nil); err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
 		t.Fatalf("no upgrade: %+v, %v", resp, err)
 	}
-	e := &entrance{self: u.enters[r], as: u.enters[r], secrets: u.secrets, right: r}
-	conn, err := e.enter(ctxOf(t, 3*within), &headConn{client, br})
+	e := &clientHandshake{self: u.enters[r], shown: u.enters[r], secrets: u.secrets, right: r}
+	conn, err := e.run(ctxOf(t, 3*within), &headConn{client, br})
 	if err != nil {
 		t.Fatalf("a true proof does not let it in: %v", err)
 	}
@@ -160,7 +160,7 @@ var answerLine = []byte("MSG " + inboxRoot)
 // check is what must hold after any text.
 func (u *upgradedRig) check(t testing.TB, text, said []byte) {
 	t.Helper()
-	// The honest agent's question comes behind all that the server was told.
+	// The honest agent's query comes behind all that the server was told.
 	req := hello("V")
 	req.Hello.EngineID = "honest"
 	if rep, err := u.honest.Request(ctxOf(t, 3*within), u.via, reach(u.honest, "P"), req); err != nil || rep.Code != 0 {
@@ -180,16 +180,16 @@ func (u *upgradedRig) check(t testing.TB, text, said []byte) {
 	u.mu.Unlock()
 	c := u.port.clients
 	c.mu.Lock()
-	conns, in := len(c.conns), c.in
+	conns, in := len(c.conns), c.authenticated
 	c.mu.Unlock()
 	if conns != 1 || in != 1 { // the honest agent's
 		t.Fatalf("after %q %d connections are there, %d of them in", text, conns, in)
 	}
-	u.port.gate.mu.Lock()
-	if n := len(u.port.gate.pass); n != 1 {
+	u.port.authenticator.mu.Lock()
+	if n := len(u.port.authenticator.users); n != 1 {
 		t.Errorf("after %q %d users are left", text, n)
 	}
-	u.port.gate.mu.Unlock()
+	u.port.authenticator.mu.Unlock()
 	for what, b := range map[string]*budget{"requests": u.port.unanswered, "answers": u.port.unread} {
 		b.mu.Lock()
 		if b.total < 0 || b.total > 64<<10 || len(b.shares) > 1 { // the honest agent's
@@ -217,7 +217,7 @@ func upgradedSeeds(t testing.TB) []upgradedSeed {
 		}
 		return fmt.Sprintf("PUB %s%s.%s %s %d\r\n%s\r\n", agentRoot, to, from, reply, len(data), data)
 	}
-	hello := &wire.Request{Kind: wire.KindHello, From: "x", Hello: &wire.Agent{Version: wire.Version, ID: "x", EngineID: "evil"}}
+	hello := &wire.Request{Kind: wire.KindHello, From: "x", Hello: &wire.Agent{Version: wire.Version, ID: "x", EngineID: "attacker"}}
 	renew := &wire.Request{Kind: wire.KindRenew, Renew: &wire.Renew{Loads: []string{"t"}, Claims: []string{"u"}}}
 	load := &wire.Request{Kind: wire.KindLoad, Load: &wire.Load{TransferID: "t", Transport: "tcp", Grant: []byte{1}, Groups: []wire.Blocks{{IDs: []uint32{1}}}}}
 	finish := &wire.Request{Kind: wire.KindFinish, Finishes: []wire.Finish{{TransferID: "t"}}}
@@ -238,10 +238,10 @@ func upgradedSeeds(t testing.TB) []upgradedSeed {
 		{false, enters + pub(inPrefill, inVictim, "_INBOX.{E}.1", finish), 0, 0},
 		{false, enters + pub(inVictim, inPrefill, "_INBOX.{E}.1", load), 0, 0},
 		{false, enters + pub(inPrefill, inVictim, "_INBOX.{V}.1", finish), 0, 0},
-		{false, enters + pub(inPrefill, inAsker, "_INBOX.{V}.1", hello), 0, 0},
+		{false, enters + pub(inPrefill, inRequester, "_INBOX.{V}.1", hello), 0, 0},
 		{false, enters + "PUB $JS.API.STREAM.INFO." + stream + " " + rankKey("e", 0, 0) + " 0\r\n\r\n", 0, 0}, // JetStream answers
-		{false, enters + pub(inPrefill, inAsker, rankKey("e", 0, 0), hello), 0, 0},
-		{false, enters + pub(inPrefill, inAsker, "_INBOX.{E}.1", join), 0, 1}, // refused: on a subject of others
+		{false, enters + pub(inPrefill, inRequester, rankKey("e", 0, 0), hello), 0, 0},
+		{false, enters + pub(inPrefill, inRequester, "_INBOX.{E}.1", join), 0, 1}, // refused: on a subject of others
 		{false, enters + fmt.Sprintf("PUB %s{E} _INBOX.{E}.1 %d\r\n%s\r\n", joinRoot, len(joining), joining), 0, 0},
 		{false, enters + "SUB " + agentRoot + "{P}.* agent 2\r\nSUB > 3\r\nSUB _INBOX.{V}.> 4\r\n", 0, 0},
 		{false, enters + "PUB " + rankKey("e", 0, 0) + " _INBOX.{E}.1 0\r\n\r\nPUB $JS.API.STREAM.PURGE." + stream + " _INBOX.{E}.2 0\r\n\r\n", 0, 0},
@@ -252,8 +252,8 @@ func upgradedSeeds(t testing.TB) []upgradedSeed {
 		{true, connect + "SUB _INBOX.{E}.> 1\r\n" + fmt.Sprintf("PUB %s{P} _INBOX.{R}.1 %d\r\n%s\r\n", joinRoot, len(joining), joining), 0, 0},
 	}
 	for _, req := range []*wire.Request{hello, renew, load, finish, signal} {
-		seeds = append(seeds, upgradedSeed{false, enters + pub(inPrefill, inAsker, "_INBOX.{E}.1", req), req.Kind, 1},
-			upgradedSeed{false, enters + pub(inVictim, inAsker, "_INBOX.{E}.1", req), req.Kind, 1})
+		seeds = append(seeds, upgradedSeed{false, enters + pub(inPrefill, inRequester, "_INBOX.{E}.1", req), req.Kind, 1},
+			upgradedSeed{false, enters + pub(inVictim, inRequester, "_INBOX.{E}.1", req), req.Kind, 1})
 	}
 	return seeds
 }

@@ -20,15 +20,15 @@ const (
 // guardedConn's guard sees all bytes before the caller does.
 type guardedConn struct {
 	net.Conn
-	guard   guard
-	refused error
-	heard   *atomic.Pointer[nats.Subscription] // nil until this agent listens
-	closed  chan struct{}
-	once    sync.Once
+	guard        guard
+	refused      error
+	subscription *atomic.Pointer[nats.Subscription] // nil until this agent listens
+	closed       chan struct{}
+	once         sync.Once
 }
 
 func newGuarded(conn net.Conn, heard *atomic.Pointer[nats.Subscription]) *guardedConn {
-	return &guardedConn{Conn: conn, heard: heard, closed: make(chan struct{})}
+	return &guardedConn{Conn: conn, subscription: heard, closed: make(chan struct{})}
 }
 
 // Close ends the connection at once.
@@ -57,7 +57,7 @@ func (c *guardedConn) Read(b []byte) (int, error) {
 
 // full says whether too much waits.
 func (c *guardedConn) full() bool {
-	sub := c.heard.Load()
+	sub := c.subscription.Load()
 	if sub == nil {
 		return false
 	}

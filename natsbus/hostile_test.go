@@ -76,7 +76,7 @@ func TestNobodyListensAsAnother(t *testing.T) {
 		mu.Lock()
 		defer mu.Unlock()
 		heard[req.From] = true
-		return &wire.Reply{Reason: "hello " + nick(req.From)}
+		return &wire.Reply{Reason: "hello " + shortName(req.From)}
 	})
 	register(t, prefill, "e")
 	nc := natsClient(t, p, named("E"), secrets{token: "right"}, rightAsk)
@@ -109,7 +109,7 @@ func TestNobodyListensAsAnother(t *testing.T) {
 	ask(t, d, via, "P", "hello D")
 	closeBus(t, prefill) // when all that came is answered
 	for from := range heard {
-		if from != string(me) && nick(core.AgentID(from)) != "D" {
+		if from != string(me) && shortName(core.AgentID(from)) != "D" {
 			t.Errorf("a request in the name of %q is heard", from)
 		}
 	}

@@ -17,7 +17,7 @@ import (
 func host(b *Bus) {
 	b.Serve(func(via core.Via, req *wire.Request) *wire.Reply {
 		if req.Kind != wire.KindJoin {
-			return &wire.Reply{Reason: nick(b.opt.Identity.ID()) + " via " + string(via) + ": hello " + nick(req.From)}
+			return &wire.Reply{Reason: shortName(b.opt.Identity.ID()) + " via " + string(via) + ": hello " + shortName(req.From)}
 		}
 		j, rep := req.Join, &wire.Reply{}
 		var err error
@@ -65,7 +65,7 @@ func TestJoin(t *testing.T) {
 	to := core.Target{Bootstrap: p.url(), EngineID: "e", DPRank: -1, TPRank: 1}
 	found := func() error {
 		a, via, err := d.Lookup(ctxOf(t, within), to)
-		if err == nil && (nick(a.ID) != "P1" || !a.Joined) {
+		if err == nil && (shortName(a.ID) != "P1" || !a.Joined) {
 			err = fmt.Errorf("found %+v", a)
 		}
 		if err == nil {
@@ -210,18 +210,18 @@ func TestNobodyElseRegisters(t *testing.T) {
 func TestHostNeedsAServer(t *testing.T) {
 	leaktest.Check(t)
 	open := newPort(t, "127.0.0.1:0", ServerOptions{})
-	stranger := newBus(t, Options{Identity: named("D")})
-	if _, _, err := stranger.Lookup(ctxOf(t, within), core.Target{Bootstrap: open.url()}); !errors.Is(err, core.ErrNotRegistered) {
+	unknown := newBus(t, Options{Identity: named("D")})
+	if _, _, err := unknown.Lookup(ctxOf(t, within), core.Target{Bootstrap: open.url()}); !errors.Is(err, core.ErrNotRegistered) {
 		t.Fatal(err)
 	}
-	if _, err := stranger.Host(ctxOf(t, within), rank("X", "e", 0, 1), true, 0); err == nil {
+	if _, err := unknown.Host(ctxOf(t, within), rank("X", "e", 0, 1), true, 0); err == nil {
 		t.Fatal("an agent without a server has registered another")
 	}
 }
 
 // If two agents register one rank at the first rank, the newest wins, whatever their
 // clocks say. When it has gone, the other agent has the rank again.
-func TestNewestGuestWins(t *testing.T) {
+func TestNewestJoinedRankWins(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
 	first := newBus(t, Options{Identity: named("P0"), Server: p.Server, TTL: time.Minute}) // nobody renews what is put
@@ -237,7 +237,7 @@ func TestNewestGuestWins(t *testing.T) {
 	}
 	is := func(want string) {
 		t.Helper()
-		if a, _, err := first.Lookup(ctxOf(t, within), core.Target{EngineID: "e", TPRank: 1}); err != nil || nick(a.ID) != want {
+		if a, _, err := first.Lookup(ctxOf(t, within), core.Target{EngineID: "e", TPRank: 1}); err != nil || shortName(a.ID) != want {
 			t.Fatalf("%v, %v, want %s", a, err, want)
 		}
 	}
@@ -300,7 +300,7 @@ func TestLookupOfDPRanks(t *testing.T) {
 		switch {
 		case c.err != nil && (!errors.Is(err, c.err) || !strings.Contains(err.Error(), c.want)):
 			t.Errorf("%+v: %v, want %v with %q", c.t, err, c.err, c.want)
-		case c.err == nil && (err != nil || nick(a.ID) != c.want):
+		case c.err == nil && (err != nil || shortName(a.ID) != c.want):
 			t.Errorf("%+v: %v, %v, want %s", c.t, a, err, c.want)
 		}
 	}

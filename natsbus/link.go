@@ -27,8 +27,8 @@ const (
 	steadyLink = time.Second
 	firstWait  = 50 * time.Millisecond
 	// What waits of a prefill engine's host for a handler.
-	maxHeard      = 8192
-	maxHeardBytes = 16 << 20
+	maxQueuedRequests     = 8192
+	maxQueuedRequestBytes = 16 << 20
 	// farewell is how long an open connection may take to send what it holds.
 	farewell = time.Second
 )
@@ -47,9 +47,9 @@ type common struct {
 // linkEvents is what a link tells its bus.
 type linkEvents interface {
 	arrived(l *link, m *nats.Msg) // a request came
-	again(l *link)                // the link is connected again
-	unused(l *link)               // it is broken, and nothing has used it for Options.linkIdle
-	lost(l *link)                 // it has ended for good, though this agent did not close it
+	linkReconnected(l *link)      // the link is connected again
+	linkUnused(l *link)           // it is broken, and nothing has used it for Options.linkIdle
+	linkLost(l *link)             // it has ended for good, though this agent did not close it
 }
 
 // endpoint is what a link leads to.
@@ -59,8 +59,8 @@ type endpoint struct {
 	name string // for errors and logs
 	urls string
 	open func(context.Context) (net.Conn, error)
-	// entrance proves this agent to the server behind a bootstrap port; else nil.
-	entrance *entrance
+	// handshake proves this agent to the server behind a bootstrap port; else nil.
+	handshake *clientHandshake
 }
 
 // link is a connection to one NATS server or cluster that comes back by itself. It
@@ -88,7 +88,7 @@ type link struct {
 	closing bool
 	used    time.Time
 	idle    *time.Timer   // runs while not connected
-	deaf    chan struct{} // closed when no request comes in any more; nil if none ever did
+	drained chan struct{} // closed when no request comes in any more; nil if none ever did
 	sub     *nats.Subscription
 	writing *writing        // nil: no entry
 	right   context.Context // the session in which the registry's stream was found right
@@ -120,9 +120,9 @@ func (l *link) subscribe() error {
 		return nil
 	}
 	arrived := func(m *nats.Msg) { l.bus.events.arrived(l, m) }
-	hear := func() (*nats.Subscription, error) { return l.nc.QueueSubscribe(l.heardBy(), "agent", arrived) }
+	hear := func() (*nats.Subscription, error) { return l.nc.QueueSubscribe(l.subscriberOf(), "agent", arrived) }
 	if l.kind == clusterLink {
-		hear = func() (*nats.Subscription, error) { return l.nc.Subscribe(l.heardBy(), arrived) }
+		hear = func() (*nats.Subscription, error) { return l.nc.Subscribe(l.subscriberOf(), arrived) }
 	}
 	sub, err := hear()
 	if err != nil {
@@ -134,15 +134,15 @@ func (l *link) subscribe() error {
 		}
 	}
 	if l.kind == portLink { // a client's request may have named the host: beyond this its messages are lost
-		if err := sub.SetPendingLimits(maxHeard, maxHeardBytes); err != nil {
+		if err := sub.SetPendingLimits(maxQueuedRequests, maxQueuedRequestBytes); err != nil {
 			return err
 		}
-		l.entrance.heard.Store(sub) // long before it is not read
+		l.handshake.subscription.Store(sub) // long before it is not read
 	}
-	deaf := make(chan struct{})
-	sub.SetClosedHandler(func(string) { close(deaf) })
+	drained := make(chan struct{})
+	sub.SetClosedHandler(func(string) { close(drained) })
 	l.mu.Lock()
-	l.sub, l.deaf = sub, deaf
+	l.sub, l.drained = sub, drained
 	l.mu.Unlock()
 	// After the flush the server knows the subscription. A link that is down tells it later.
 	if err := l.nc.FlushTimeout(l.bus.opt.ConnectTimeout); err != nil && !broken(err) {
@@ -151,8 +151,8 @@ func (l *link) subscribe() error {
 	return nil
 }
 
-// heardBy is the subject at which an agent hears all others.
-func (l *link) heardBy() string {
+// subscriberOf is the subject at which an agent hears all others.
+func (l *link) subscriberOf() string {
 	if l.kind == clusterLink { // others' ids may be two tokens
 		return subject(l.id, ">")
 	}
@@ -163,13 +163,13 @@ func (l *link) heardBy() string {
 // handlers. A later request learns at once that nobody listens.
 func (l *link) quit(ctx context.Context) {
 	l.mu.Lock()
-	sub, deaf, session := l.sub, l.deaf, l.session
+	sub, drained, session := l.sub, l.drained, l.session
 	l.mu.Unlock()
 	if sub == nil || session.Err() != nil || sub.Drain() != nil {
 		return
 	}
 	select {
-	case <-deaf:
+	case <-drained:
 	case <-session.Done():
 	case <-ctx.Done():
 	}
@@ -254,7 +254,7 @@ func (l *link) reconnected() {
 	}
 	l.mu.Unlock()
 	l.bus.log.Sugar().Debugf("natsbus: connected to %s again", l.name)
-	l.bus.events.again(l)
+	l.bus.events.linkReconnected(l)
 }
 
 // failed notes an error of the link.
@@ -288,7 +288,7 @@ func (l *link) closed(nc *nats.Conn) {
 	close(l.gone)
 	l.dial.abort()
 	if !closing {
-		l.bus.events.lost(l)
+		l.bus.events.linkLost(l)
 	}
 }
 
@@ -306,7 +306,7 @@ func (l *link) expire() {
 		return
 	}
 	l.mu.Unlock()
-	l.bus.events.unused(l)
+	l.bus.events.linkUnused(l)
 }
 
 // current returns the context of the present connection; ok is false while the link

@@ -50,7 +50,7 @@ func (b *Bus) link(ctx context.Context, addr string) (*link, error) {
 		b.links[via] = e
 		b.mu.Unlock()
 		if !b.spawn("natsbus.connect", func() { b.connectEntry(e, via, at, control) }) {
-			b.settle(e, via, nil, errClosed)
+			b.linkMade(e, via, nil, errClosed)
 		}
 	} else {
 		b.mu.Unlock()
@@ -94,7 +94,7 @@ func (b *Bus) known(via core.Via) (*link, error) {
 
 func (b *Bus) connectEntry(e *entry, via core.Via, at Address, control Control) {
 	l, err := (*link)(nil), errors.New("a fault while connecting, see the log")
-	defer func() { b.settle(e, via, l, err) }() // also after a panic
+	defer func() { b.linkMade(e, via, l, err) }() // also after a panic
 	l, err = b.connectPort(portLink, via, at, control)
 }
 
@@ -105,22 +105,22 @@ func (b *Bus) connectPort(kind linkKind, via core.Via, at Address, control Contr
 			secure = &tls.Config{}
 		}
 	}
-	in := &entrance{self: b.opt.Identity, secrets: secrets{b.opt.Token, b.opt.JoinToken, b.opt.Seed}, right: rightAsk, temp: b.temp}
+	in := &clientHandshake{self: b.opt.Identity, secrets: secrets{b.opt.Token, b.opt.JoinToken, b.opt.Seed}, right: rightAsk, temp: b.temp}
 	if kind == joinLink {
 		in.right = rightJoin
 	}
 	return connect(&b.common, endpoint{kind, via, "bootstrap address " + at.String(), "nats://" + at.Host, dialUpgrade(at, secure, control, in), in})
 }
 
-// first is the oldest connected link to the server that a link leads to. An address may
-// have several spellings; a peer that is reached by two ways would know this agent twice.
-func (b *Bus) first(l *link) *link {
-	if l.entrance == nil {
+// oldestLink is the oldest connected link to the server that a link leads to. An address may
+// have several spellings; a peer that is reached over two addresses would know this agent twice.
+func (b *Bus) oldestLink(l *link) *link {
+	if l.handshake == nil {
 		return l
 	}
-	server := l.entrance.server()
+	server := l.handshake.server()
 	for _, other := range b.allLinks() {
-		if other.kind != portLink || other.entrance.server() != server || !other.made.Before(l.made) {
+		if other.kind != portLink || other.handshake.server() != server || !other.made.Before(l.made) {
 			continue
 		}
 		if _, ok := other.current(); ok {
@@ -130,8 +130,8 @@ func (b *Bus) first(l *link) *link {
 	return l
 }
 
-// settle ends the making of a link.
-func (b *Bus) settle(e *entry, via core.Via, l *link, err error) {
+// linkMade ends the making of a link.
+func (b *Bus) linkMade(e *entry, via core.Via, l *link, err error) {
 	b.mu.Lock()
 	if err == nil {
 		select {
@@ -157,15 +157,15 @@ func (b *Bus) settle(e *entry, via core.Via, l *link, err error) {
 	}
 }
 
-// again is called when a link is back: what this agent holds at home is renewed at once.
-func (b *Bus) again(l *link) {
+// linkReconnected is called when a link is back: what this agent holds at home is renewed at once.
+func (b *Bus) linkReconnected(l *link) {
 	if l.via == "" {
 		b.renewNow()
 	}
 }
 
-// unused drops a link.
-func (b *Bus) unused(l *link) {
+// linkUnused drops a link.
+func (b *Bus) linkUnused(l *link) {
 	if b.forget(l) {
 		b.log.Sugar().Debugf("natsbus: dropped %s: not connected and not used for %v", l.name, b.opt.linkIdle)
 		b.spawn("natsbus.drop", l.close)
@@ -183,9 +183,9 @@ func (b *Bus) forget(l *link) bool {
 	return true
 }
 
-// lost is called when a connection has ended for good, though this agent did not
-// close it. The next Lookup makes a new link; lost itself opens home again.
-func (b *Bus) lost(l *link) {
+// linkLost is called when a connection has ended for good, though this agent did not
+// close it. The next Lookup makes a new link; linkLost itself opens home again.
+func (b *Bus) linkLost(l *link) {
 	b.log.Sugar().Warnf("natsbus: the connection to %s was ended: %v", l.name, l.why())
 	if l.via != "" {
 		b.forget(l)

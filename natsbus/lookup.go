@@ -30,7 +30,7 @@ func (b *Bus) Lookup(ctx context.Context, t core.Target) (*wire.Agent, core.Via,
 	if err != nil {
 		return nil, "", err
 	}
-	l = b.first(l)
+	l = b.oldestLink(l)
 	for {
 		var a *wire.Agent
 		var session context.Context

@@ -68,7 +68,7 @@ func TestQueueOfAnother(t *testing.T) {
 	}
 }
 
-// TestOpenOfAnothersKey: who opens a session by a key that it has overheard keeps nobody out.
+// TestOpenOfAnothersKey: who opens a session by a key that it has intercepted keeps nobody out.
 func TestOpenOfAnothersKey(t *testing.T) {
 	d, e, p := NewIdentity(), NewIdentity(), NewIdentity()
 	mine, err := d.open(p.ID())
@@ -78,13 +78,13 @@ func TestOpenOfAnothersKey(t *testing.T) {
 	_, dh, _ := keysOf(mine.message)
 	theirs := append(append([]byte{sealMark, sealVersion, byte(sealOpen)}, e.public()...), dh...)
 	theirs = append(theirs, signOpen(e, p.ID(), dh)...)
-	served := newServed()
+	served := newResponderSessions()
 	for _, open := range []struct {
 		from *Identity
 		m    []byte
 	}{{e, theirs}, {d, mine.message}} {
 		s, _, err := p.accept(open.from.ID(), open.m, served.number())
-		if err != nil || served.repeated(open.m) || !served.add(newHeld(p, s, open.m)) {
+		if err != nil || served.repeated(open.m) || !served.add(newResponderSession(p, s, open.m)) {
 			t.Fatal(errors.Join(err, errors.New("an open is not taken")))
 		}
 	}

@@ -177,7 +177,7 @@ func keyName(key string) string {
 	}
 	engine, rank, _ := strings.Cut(under, ".")
 	raw, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(engine, "e"))
-	if err != nil || strconv.Quote(rank) != `"`+rank+`"` { // a stranger's registry may say anything
+	if err != nil || strconv.Quote(rank) != `"`+rank+`"` { // another host's registry may say anything
 		return fmt.Sprintf("%.300q", key)
 	}
 	return fmt.Sprintf("%q rank %s", owner+string(raw), rank)

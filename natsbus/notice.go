@@ -13,19 +13,19 @@ import (
 type noticeCode byte
 
 const (
-	noticeAgain   noticeCode = 1 // its session is not known here: the asker is to open another
+	noticeAgain   noticeCode = 1 // its session is not known here: the requester is to open another
 	noticeRefused noticeCode = 2 // a request that gets no session's answer: the reason says why
 )
 
 // notice makes one. It is signed, since there is no key to seal it with: else whoever hears a
 // request could end it. It is bound to that request.
-func (i *Identity) notice(asker core.AgentID, to *mark, code noticeCode, reason string) []byte {
+func (i *Identity) notice(requester core.AgentID, to *mark, code noticeCode, reason string) []byte {
 	text := append([]byte{byte(code)}, reason...)
-	signature := ed25519.Sign(i.signer, signText("notice", asker, i.id, to[:], text))
+	signature := ed25519.Sign(i.signer, signText("notice", requester, i.id, to[:], text))
 	return slices.Concat([]byte{sealMark, sealVersion, byte(sealNotice)}, i.public(), signature, text)
 }
 
-// readNotice reads an answerer's notice of a request.
+// readNotice reads a responder's notice of a request.
 func (i *Identity) readNotice(m []byte, from core.AgentID, request *mark) (code noticeCode, reason string, err error) {
 	rest := m[sealStart:]
 	public, signature, text := rest[:ed25519.PublicKeySize], rest[ed25519.PublicKeySize:noticeBytes-1-sealStart], m[noticeBytes-1:]

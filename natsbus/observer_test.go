@@ -20,26 +20,26 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// overhearer hears all that agents say to each other in a cluster, and answers in their place as
+// eavesdropper hears all that agents say to each other in a cluster, and answers in their place as
 // fast as it can.
-type overhearer struct {
-	t     *testing.T
-	evil  *Identity
-	conns []*nats.Conn
+type eavesdropper struct {
+	t        *testing.T
+	attacker *Identity
+	conns    []*nats.Conn
 
 	mu      sync.Mutex
-	heard   []overheard // each once
+	heard   []intercepted // each once
 	known   map[string]bool
 	answers [][]byte // sealed ones
 	said    int
 }
 
-type overheard struct {
+type intercepted struct {
 	by *nats.Conn
 	m  *nats.Msg
 }
 
-func (o *overhearer) listen(nc *nats.Conn) {
+func (o *eavesdropper) listen(nc *nats.Conn) {
 	o.t.Helper()
 	o.conns = append(o.conns, nc)
 	_, err := nc.Subscribe(">", func(m *nats.Msg) { o.hear(nc, m) })
@@ -51,12 +51,12 @@ func (o *overhearer) listen(nc *nats.Conn) {
 	}
 }
 
-func (o *overhearer) hear(nc *nats.Conn, m *nats.Msg) {
+func (o *eavesdropper) hear(nc *nats.Conn, m *nats.Msg) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if name := m.Subject + string(m.Data); !o.known[name] { // two accounts hear one message
 		o.known[name] = true
-		o.heard = append(o.heard, overheard{nc, m})
+		o.heard = append(o.heard, intercepted{nc, m})
 	}
 	switch kindOfSealed(m.Data) {
 	case sealAnswer:
@@ -77,11 +77,11 @@ func (o *overhearer) hear(nc *nats.Conn, m *nats.Msg) {
 		forged = append(forged, o.answers[n-1], o.answers[0])
 	}
 	to := markOf(m.Data)
-	asker, answerer := partiesOf(m.Subject)
-	evil := &Identity{signer: o.evil.signer, id: answerer}
-	forged = append(forged, evil.notice(asker, &to, noticeAgain, ""), evil.notice(asker, &to, noticeRefused, "forged"))
+	requester, responder := partiesOf(m.Subject)
+	attacker := &Identity{signer: o.attacker.signer, id: responder}
+	forged = append(forged, attacker.notice(requester, &to, noticeAgain, ""), attacker.notice(requester, &to, noticeRefused, "forged"))
 	if kindOfSealed(m.Data) == sealOpen {
-		if _, opened, err := o.evil.accept(asker, m.Data, 1); err == nil {
+		if _, opened, err := o.attacker.accept(requester, m.Data, 1); err == nil {
 			forged = append(forged, opened)
 		}
 	}
@@ -93,14 +93,14 @@ func (o *overhearer) hear(nc *nats.Conn, m *nats.Msg) {
 }
 
 // partiesOf are the two of a subject, an id of a key as the two tokens that it is there.
-func partiesOf(subj string) (asker, answerer core.AgentID) {
+func partiesOf(subj string) (requester, responder core.AgentID) {
 	words := strings.Split(strings.TrimPrefix(subj, agentRoot), ".")
 	half := len(words) / 2
 	return core.AgentID(strings.Join(words[half:], keyMark)), core.AgentID(strings.Join(words[:half], keyMark))
 }
 
 // sealed are the requests and opens that it has heard.
-func (o *overhearer) sealed() (list []overheard) {
+func (o *eavesdropper) sealed() (list []intercepted) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for _, h := range o.heard {
@@ -111,11 +111,11 @@ func (o *overhearer) sealed() (list []overheard) {
 	return list
 }
 
-// replyTo is the subject at which the asker of a message hears. nats-server's own for another account cannot be said.
-func (o *overhearer) replyTo(h overheard) string {
+// replyTo is the subject at which the requester of a message hears. nats-server's own for another account cannot be said.
+func (o *eavesdropper) replyTo(h intercepted) string {
 	if strings.HasPrefix(h.m.Reply, importedReply) {
-		asker, _ := partiesOf(h.m.Subject)
-		return inboxOf(asker) + ".x"
+		requester, _ := partiesOf(h.m.Subject)
+		return inboxOf(requester) + ".x"
 	}
 	return h.m.Reply
 }
@@ -126,7 +126,7 @@ type dialogue struct {
 	p, d    *Bus
 	secrets [][]byte
 	handled atomic.Int64
-	before  atomic.Int64 // messages that the asker had refused when it began to ask
+	before  atomic.Int64 // messages that the requester had refused when it began to ask
 }
 
 func (s *dialogue) secret() []byte {
@@ -137,11 +137,11 @@ func (s *dialogue) secret() []byte {
 	return text
 }
 
-// serve answers when the asker has heard the observer's answer.
-func (s *dialogue) serve(b, asker *Bus, rep *wire.Reply) {
+// serve answers when the requester has heard the observer's answer.
+func (s *dialogue) serve(b, requester *Bus, rep *wire.Reply) {
 	b.Serve(func(core.Via, *wire.Request) *wire.Reply {
 		s.handled.Add(1)
-		for end := time.Now().Add(within); asker.seals.strange.Load() < s.before.Load()+1; time.Sleep(time.Millisecond) {
+		for end := time.Now().Add(within); requester.seals.invalid.Load() < s.before.Load()+1; time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
 				s.t.Error("the observer's answers do not come")
 				break
@@ -155,7 +155,7 @@ func (s *dialogue) serve(b, asker *Bus, rep *wire.Reply) {
 func (s *dialogue) say(from, to *Bus, req *wire.Request, want *wire.Reply) {
 	s.t.Helper()
 	before := s.handled.Load()
-	s.before.Store(from.seals.strange.Load())
+	s.before.Store(from.seals.invalid.Load())
 	got, err := from.Request(ctxOf(s.t, within), "", to.opt.Identity.ID(), req)
 	if err != nil || got.Reason != want.Reason || len(got.Tickets) != len(want.Tickets) {
 		s.t.Fatalf("a request of kind %d is answered %+v, %v", req.Kind, got, err)
@@ -180,7 +180,7 @@ func TestObserverOfACluster(t *testing.T) {
 		observed := func(name string) *Bus {
 			return newBus(t, Options{Identity: named(name), ClusterURL: c.URL(), Token: "right"})
 		}
-		overhear(t, observed("P"), observed("D"), nc)
+		eavesdrop(t, observed("P"), observed("D"), nc)
 	})
 	t.Run("the operator of three servers", func(t *testing.T) {
 		leaktest.Check(t)
@@ -208,18 +208,18 @@ func TestObserverOfACluster(t *testing.T) {
 		urls := strings.ReplaceAll(c.URLs(), "nats://", "tls://")
 		var conns []*nats.Conn
 		for _, u := range operators {
-			conns = append(conns, intruder(t, urls, u, nats.Secure(ca.Client())))
+			conns = append(conns, connAs(t, urls, u, nats.Secure(ca.Client())))
 		}
 		keyed := func(u user, name string) *Bus {
 			return newBus(t, Options{Identity: u.named(t, name), ClusterURL: urls, Seed: u.seed, TLS: ca.Client(), JSPrefix: registryPrefix})
 		}
-		overhear(t, keyed(up, "OP"), keyed(ud, "OD"), conns...)
+		eavesdrop(t, keyed(up, "OP"), keyed(ud, "OD"), conns...)
 	})
 }
 
-func overhear(t *testing.T, p, d *Bus, conns ...*nats.Conn) {
+func eavesdrop(t *testing.T, p, d *Bus, conns ...*nats.Conn) {
 	s := &dialogue{t: t, p: p, d: d}
-	o := &overhearer{t: t, evil: NewIdentity(), known: map[string]bool{}}
+	o := &eavesdropper{t: t, attacker: NewIdentity(), known: map[string]bool{}}
 	for _, nc := range conns {
 		o.listen(nc)
 	}
@@ -279,8 +279,8 @@ func overhear(t *testing.T, p, d *Bus, conns ...*nats.Conn) {
 	// It speaks as each.
 	forged := p.seals.forged.Load() + d.seals.forged.Load()
 	for i, h := range recorded[:2] {
-		asker, answerer := partiesOf(h.m.Subject)
-		open, err := (&Identity{signer: o.evil.signer, id: asker}).open(answerer)
+		requester, responder := partiesOf(h.m.Subject)
+		open, err := (&Identity{signer: o.attacker.signer, id: requester}).open(responder)
 		if err == nil {
 			err = h.by.PublishRequest(h.m.Subject, o.replyTo(h), open.message)
 		}

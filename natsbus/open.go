@@ -18,8 +18,8 @@ func Open(opt Options) (*Bus, error) {
 	if err := opt.complete(); err != nil {
 		return nil, fmt.Errorf("natsbus: %w", err)
 	}
-	b := &Bus{slots: make(chan struct{}, maxHandlers), long: make(chan struct{}, maxLong), links: map[core.Via]*entry{}, asked: make(chan asked),
-		longs: newLongs(maxArrival, opt.Identity.ownerIn), longJoins: newLongs(maxArrival, opt.Identity.ownerIn), kick: make(chan struct{}, 1)}
+	b := &Bus{requestSlots: make(chan struct{}, maxHandlers), longSlots: make(chan struct{}, maxLong), links: map[core.Via]*entry{}, handoff: make(chan inboundRequest),
+		longQueue: newLongQueue(maxArrival, opt.Identity.ownerIn), longJoinQueue: newLongQueue(maxArrival, opt.Identity.ownerIn), kick: make(chan struct{}, 1)}
 	b.common = common{opt: opt, log: opt.Logger, events: b, temp: hostenv.TempDir()}
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	switch {
@@ -90,7 +90,7 @@ func (b *Bus) Close(ctx context.Context) error {
 	select {
 	case <-idle:
 	case <-ctx.Done():
-		n := len(b.slots) + b.longs.unanswered() + b.longJoins.unanswered()
+		n := len(b.requestSlots) + b.longQueue.unanswered() + b.longJoinQueue.unanswered()
 		b.err = fmt.Errorf("natsbus: closed while %d requests were being answered: %w", n, ctx.Err())
 	}
 	all(b.allLinks(), (*link).close)

@@ -48,8 +48,8 @@ func (u user) named(t testing.TB, name string) *Identity {
 	return i
 }
 
-// intruder is a client with a user's key that says what it likes.
-func intruder(t testing.TB, url string, u user, opts ...nats.Option) *nats.Conn {
+// connAs is a client with a user's key that says what it likes.
+func connAs(t testing.TB, url string, u user, opts ...nats.Option) *nats.Conn {
 	t.Helper()
 	key, err := nkeys.FromSeed([]byte(u.seed))
 	if err != nil {
@@ -100,7 +100,7 @@ func TestAttacksOnACluster(t *testing.T) {
 		t.Helper()
 		d := bus(ud, name)
 		for _, engine := range []string{up.engine("e"), ""} {
-			if a, _, err := d.Lookup(ctxOf(t, nettest.ElectionBound), core.Target{EngineID: engine}); err != nil || nick(a.ID) != "CP" {
+			if a, _, err := d.Lookup(ctxOf(t, nettest.ElectionBound), core.Target{EngineID: engine}); err != nil || shortName(a.ID) != "CP" {
 				t.Fatalf("%+v, %v", a, err)
 			}
 		}
@@ -127,7 +127,7 @@ func TestAttacksOnACluster(t *testing.T) {
 		inboxRoot + ">", inboxOf(victim) + ".>", inboxOf(p) + ".>", importedReply + ">", "$KV.>", subtree + ">", "$JS.>", "$SYS.>", ">",
 	} {
 		for _, queue := range []string{"", "agent"} {
-			nc := intruder(t, urls, ue, secure)
+			nc := connAs(t, urls, ue, secure)
 			if _, err := nc.QueueSubscribe(subj, queue, func(*nats.Msg) {}); err != nil {
 				t.Fatal(err)
 			}
@@ -147,7 +147,7 @@ func TestAttacksOnACluster(t *testing.T) {
 		forwarded = append(forwarded, registryPrefix+"."+api+"."+stream)
 	}
 	for _, subj := range publish {
-		nc := intruder(t, urls, ue, secure)
+		nc := connAs(t, urls, ue, secure)
 		if err := nc.PublishRequest(subj, box, []byte("x")); err != nil {
 			t.Fatal(err)
 		}
@@ -157,9 +157,9 @@ func TestAttacksOnACluster(t *testing.T) {
 		nc.Close()
 	}
 	for _, at := range publish { // nor does it get there by a message that wants its answer there
-		primes(t, urls, ue, ue, at, secure)
+		probesReplySubject(t, urls, ue, ue, at, secure)
 	}
-	nc := intruder(t, urls, ue, secure)
+	nc := connAs(t, urls, ue, secure)
 	for _, subj := range forwarded {
 		if _, err := nc.RequestWithContext(ctxOf(t, within), subj, []byte("{}")); !errors.Is(err, nats.ErrNoResponders) {
 			t.Errorf("a decode engine asks for %s: %v", subj, err)
@@ -181,7 +181,7 @@ func TestAttacksOnACluster(t *testing.T) {
 		}
 	}
 	if _, err := nc.RequestWithContext(ctxOf(t, within), subject(p, me), data); err != nil {
-		t.Errorf("its own question: %v", err)
+		t.Errorf("its own query: %v", err)
 	}
 	if refused(t, nc) {
 		t.Error(nc.LastError())
@@ -203,19 +203,19 @@ func entryOf(t testing.TB, b *Bus, key string) string {
 	if err != nil || r.agent == nil {
 		return fmt.Sprint("nothing: ", err)
 	}
-	return fmt.Sprint(nick(r.agent.ID), " as ", r.seq)
+	return fmt.Sprint(shortName(r.agent.ID), " as ", r.seq)
 }
 
-// TestStrangerInACluster: without a key, with another's public key, or with an unknown one
+// TestUnknownAgentInACluster: without a key, with another's public key, or with an unknown one
 // nobody enters.
-func TestStrangerInACluster(t *testing.T) {
+func TestUnknownAgentInACluster(t *testing.T) {
 	leaktest.Check(t)
-	up, ud, stranger := newUser(t), newUser(t), newUser(t)
+	up, ud, unknown := newUser(t), newUser(t), newUser(t)
 	c := nettest.NewNATS(t, "-c", nettest.ClusterUsers(t, up.key, ud.key))
 	for what, opt := range map[string]Options{
 		"no key":      {},
 		"a token":     {Token: ud.key},
-		"unknown key": {Seed: stranger.seed},
+		"unknown key": {Seed: unknown.seed},
 	} {
 		opt.Identity, opt.ClusterURL, opt.ConnectTimeout, opt.Logger = NewIdentity(), c.URL(), within, zap.NewNop()
 		b, err := Open(opt)
@@ -233,7 +233,7 @@ func TestStrangerInACluster(t *testing.T) {
 }
 
 // TestAnswersElsewhere: without permissions, as in a cluster that only asks for a token, an
-// agent still answers to its asker only.
+// agent still answers to its requester only.
 func TestAnswersElsewhere(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATS(t, "--auth", "right")
@@ -250,7 +250,7 @@ func TestAnswersElsewhere(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ears, err := nc.SubscribeSync("elsewhere.>")
+	subscriptions, err := nc.SubscribeSync("elsewhere.>")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -273,9 +273,9 @@ func TestAnswersElsewhere(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := answer.NextMsg(within); err != nil {
-		t.Errorf("its own question: %v", err)
+		t.Errorf("its own query: %v", err)
 	}
-	if n, _, err := ears.Pending(); n != 0 || err != nil {
+	if n, _, err := subscriptions.Pending(); n != 0 || err != nil {
 		t.Errorf("%d answers elsewhere, %v", n, err)
 	}
 	if got := entryOf(t, prefill, entry); !strings.HasPrefix(got, "P as 1") {

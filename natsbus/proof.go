@@ -34,12 +34,12 @@ const (
 )
 
 const (
-	nothing     = "-" // stands for a proof that cannot be given
-	maxGreeting = 512 // bytes of a line of the greeting
-	methodOpen  = "open"
-	methodToken = "token"
-	methodNKey  = "nkey"
-	methodLocal = "local" // the secret of a server on this host, see store.go
+	nothing          = "-" // stands for a proof that cannot be given
+	maxHandshakeLine = 512 // bytes of a line of the handshake
+	methodOpen       = "open"
+	methodToken      = "token"
+	methodNKey       = "nkey"
+	methodLocal      = "local" // the secret of a server on this host, see store.go
 )
 
 // binding is a value that only the two ends of a TLS connection know.
@@ -54,8 +54,8 @@ func binding(s tls.ConnectionState) ([]byte, error) {
 	return b, nil
 }
 
-// knows proves the knowledge of a secret to the other end of a connection.
-func knows(secret, side string, r right, bound []byte) string {
+// proofOf proves the knowledge of a secret to the other end of a connection.
+func proofOf(secret, side string, r right, bound []byte) string {
 	if secret == "" {
 		return nothing
 	}
@@ -68,8 +68,8 @@ func knows(secret, side string, r right, bound []byte) string {
 	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil))
 }
 
-func proved(secret, side string, r right, bound []byte, proof string) bool {
-	return secret != "" && hmac.Equal([]byte(proof), []byte(knows(secret, side, r, bound)))
+func validProof(secret, side string, r right, bound []byte, proof string) bool {
+	return secret != "" && hmac.Equal([]byte(proof), []byte(proofOf(secret, side, r, bound)))
 }
 
 // nkeyText is what a client signs with its nkey.
@@ -84,9 +84,9 @@ type secrets struct {
 	seed  string // of the agent's own nkey, in the token's place
 }
 
-// greet is the client's half. local finds the secret that a server on this host keeps for
+// prove is the client's half. local finds the secret that a server on this host keeps for
 // the ranks of its engine.
-func (k secrets) greet(c io.ReadWriter, s tls.ConnectionState, want right, local func(server core.AgentID) string) error {
+func (k secrets) prove(c io.ReadWriter, s tls.ConnectionState, want right, local func(server core.AgentID) string) error {
 	bound, err := binding(s)
 	if err != nil {
 		return err
@@ -97,28 +97,28 @@ func (k secrets) greet(c io.ReadWriter, s tls.ConnectionState, want right, local
 	}
 	words := strings.Split(line, " ")
 	if len(words) != 3 || words[0] != "kvconn" {
-		return fmt.Errorf("it greets with %.60q, as no kvconn agent does", line)
+		return fmt.Errorf("it begins the handshake with %.60q, as no kvconn agent does", line)
 	}
-	token := proved(k.token, "server", rightAsk, bound, words[1])
-	join := want == rightJoin && proved(k.join, "server", rightJoin, bound, words[2])
-	nearby := ""
+	token := validProof(k.token, "server", rightAsk, bound, words[1])
+	join := want == rightJoin && validProof(k.join, "server", rightJoin, bound, words[2])
+	hostSecret := ""
 	if want == rightJoin && !join {
 		if server, err := peerOf(s); err == nil {
-			nearby = local(server)
+			hostSecret = local(server)
 		}
 	}
 	method, public, proof := methodOpen, nothing, nothing
 	switch {
 	case join:
-		method, proof = methodToken, knows(k.join, "client", rightJoin, bound)
-	case nearby != "":
-		method, proof = methodLocal, knows(nearby, "client", rightJoin, bound)
+		method, proof = methodToken, proofOf(k.join, "client", rightJoin, bound)
+	case hostSecret != "":
+		method, proof = methodLocal, proofOf(hostSecret, "client", rightJoin, bound)
 	case k.token != "" && !token:
-		return errStranger
+		return errOtherToken
 	case want == rightJoin && k.join != "":
-		return errOtherJoin
+		return errOtherJoinToken
 	case want == rightAsk && token:
-		method, proof = methodToken, knows(k.token, "client", want, bound)
+		method, proof = methodToken, proofOf(k.token, "client", want, bound)
 	case k.seed != "":
 		key, name, err := seedKey(k.seed)
 		if err != nil {
@@ -144,16 +144,16 @@ func (k secrets) greet(c io.ReadWriter, s tls.ConnectionState, want right, local
 }
 
 var (
-	errRefused   = errors.New("it refuses this agent")
-	errStranger  = fmt.Errorf("%w: it does not know this agent's nats_token: it is not of this deployment, or has another token or none", errRefused)
-	errOtherJoin = fmt.Errorf("%w: it does not know this agent's join_token: give all ranks of a prefill engine the same one", errRefused)
+	errRefused        = errors.New("it refuses this agent")
+	errOtherToken     = fmt.Errorf("%w: it does not know this agent's nats_token: it is not of this deployment, or has another token or none", errRefused)
+	errOtherJoinToken = fmt.Errorf("%w: it does not know this agent's join_token: give all ranks of a prefill engine the same one", errRefused)
 )
 
-// readLine reads a line of the greeting, and not a byte behind it.
+// readLine reads a line of the handshake, and not a byte behind it.
 func readLine(c io.Reader) (string, error) {
 	var line []byte
 	var b [1]byte
-	for len(line) < maxGreeting {
+	for len(line) < maxHandshakeLine {
 		if _, err := io.ReadFull(c, b[:]); err != nil {
 			return "", err
 		}
@@ -162,5 +162,5 @@ func readLine(c io.Reader) (string, error) {
 		}
 		line = append(line, b[0])
 	}
-	return "", fmt.Errorf("it greets with a line of more than %d bytes", maxGreeting)
+	return "", fmt.Errorf("it begins the handshake with a line of more than %d bytes", maxHandshakeLine)
 }

@@ -86,7 +86,7 @@ type streamInfo struct {
 		AllowDirect bool `json:"allow_direct"`
 	} `json:"config"`
 	State struct {
-		Subjects firstKeys `json:"subjects"`
+		Subjects keyList `json:"subjects"`
 	} `json:"state"`
 }
 
@@ -123,14 +123,14 @@ func streamInfoOf(answer []byte, most int) (*streamInfo, error) {
 	return nil, info.Error
 }
 
-// firstKeys are the first keys of a JSON object, of which the rest is not looked at.
-type firstKeys struct {
+// keyList are the first keys of a JSON object, of which the rest is not looked at.
+type keyList struct {
 	most int
 	keys []string
 	read bool
 }
 
-func (f *firstKeys) UnmarshalJSON(b []byte) error {
+func (f *keyList) UnmarshalJSON(b []byte) error {
 	if f.read {
 		return errors.New("it has two lists of subjects")
 	}

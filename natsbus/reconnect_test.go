@@ -88,7 +88,7 @@ func BenchmarkHandshake(b *testing.B) {
 			return clientUpgrade(conn, p.addr)
 		},
 		"proved": func() (net.Conn, error) {
-			e := &entrance{self: d, secrets: secrets{token: "right"}, right: rightAsk}
+			e := &clientHandshake{self: d, secrets: secrets{token: "right"}, right: rightAsk}
 			return dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, nil, e)(context.Background())
 		},
 	} {
@@ -128,9 +128,9 @@ func BenchmarkReconnect(b *testing.B) {
 	b.ReportMetric(float64(all[len(all)-1].Milliseconds()), "ms-most")
 }
 
-// BenchmarkMeet measures all that a new decode agent does until prefill has answered its hello: the
+// BenchmarkLookupAndHello measures all that a new decode agent does until prefill has answered its hello: the
 // connection, the look-up, one request. An older commit takes it too, with the Options of its time.
-func BenchmarkMeet(b *testing.B) {
+func BenchmarkLookupAndHello(b *testing.B) {
 	p := newPort(b, "127.0.0.1:0", ServerOptions{Token: "right"})
 	prefill := newBus(b, Options{Identity: named("P"), Server: p.Server, Token: "right"})
 	serve(prefill)

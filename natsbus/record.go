@@ -75,7 +75,7 @@ type registration struct {
 	since  int64
 	seq    uint64       // sequence of the last known message under the key
 	taken  core.AgentID // the agent that has taken the rank over
-	guest  bool         // another process's agent, which logs changes itself
+	joined bool         // another process's agent, which logs changes itself
 	// unchecked counts the writes since the stream's settings were looked at and found right.
 	unchecked int
 	stop      context.CancelFunc

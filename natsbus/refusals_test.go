@@ -33,7 +33,7 @@ func TestOtherReleasesAreSaid(t *testing.T) {
 			"version": {next, "with a seal of version 2, and this agent knows version 1 only"},
 		} {
 			for range 1000 {
-				v := &asked{link: &link{endpoint: endpoint{name: "NATS cluster c"}, id: p.id, seals: b.seals}, from: d.id, m: unboundMessage(c.m)}
+				v := &inboundRequest{link: &link{endpoint: endpoint{name: "NATS cluster c"}, id: p.id, seals: b.seals}, from: d.id, m: unboundMessage(c.m)}
 				if b.admit(v) {
 					t.Fatalf("%s: the message is taken", reason)
 				}
@@ -46,8 +46,8 @@ func TestOtherReleasesAreSaid(t *testing.T) {
 				t.Errorf("%s: %d are counted", reason, n)
 			}
 		}
-		if n := b.Refused()["strange"]; n != 0 {
-			t.Errorf("%d are strange", n)
+		if n := b.Refused()["invalid"]; n != 0 {
+			t.Errorf("%d are invalid", n)
 		}
 	})
 	if got := (&Bus{}).Refused(); got != nil {

@@ -225,7 +225,7 @@ func (b *Bus) mayTake(reg *registration, old record, isNew bool) bool {
 		return true
 	}
 	if reg.taken != other {
-		if !reg.guest {
+		if !reg.joined {
 			b.log.Sugar().Warnf("natsbus: the newer agent %s has taken %s over from agent %s", other, reg.name, reg.id)
 		}
 		reg.taken = other

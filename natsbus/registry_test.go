@@ -62,7 +62,7 @@ func TestNewestAgentWins(t *testing.T) {
 		if err != nil {
 			return err.Error()
 		}
-		return nick(a.ID)
+		return shortName(a.ID)
 	}
 	eventually(t, "the old agent's warning", func() error {
 		if w := who(); w != "new" { // on a starved machine its entry may end before it is renewed

@@ -146,7 +146,7 @@ func TestHostThatRelaysFirst(t *testing.T) {
 				return fmt.Errorf("not yet: %v", l.why())
 			})
 			a, _, err := d.Lookup(ctxOf(t, within), core.Target{Bootstrap: p.url(), EngineID: "e"})
-			if err != nil || nick(a.ID) != "P" {
+			if err != nil || shortName(a.ID) != "P" {
 				t.Errorf("D does not find prefill: %+v, %v", a, err)
 			}
 			select {

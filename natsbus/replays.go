@@ -3,7 +3,7 @@ package natsbus
 // replays remembers which numbers of a session's requests have come: the way of RFC 6479, a ring
 // of words of which the oldest is used anew. A request's number is taken when it is unsealed. Those
 // that wait for a place until then are overtaken by few, far fewer than the window has; those that
-// may wait longer (see longs) are unsealed before.
+// may wait longer (see longQueue) are unsealed before.
 type replays struct {
 	top  uint64 // the newest number's word
 	seen [replayWords]uint64

@@ -37,51 +37,51 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		b.log.Sugar().Debugf("natsbus: no answer over %s to a message at %.200q that wants it at %.200q", l.name, m.Subject, m.Reply)
 		return
 	}
-	v := asked{link: l, from: from, m: m, long: l.kind == portLink && len(m.Data) > longMessage}
+	v := inboundRequest{link: l, from: from, m: m, long: l.kind == portLink && len(m.Data) > longMessage}
 	if l.seals != nil {
 		if !b.admit(&v) {
 			return
 		}
 		if v.session == nil && kindOfSealed(m.Data) != 0 {
-			b.sessionlessCame(&v)
+			b.enqueueSessionless(&v)
 			return
 		}
 	}
 	if l.waits(&v) {
 		// Its number is taken before it waits: the short ones that overtake it meanwhile may be more than replays remembers.
 		if l.seals == nil || b.unseal(&v) {
-			b.longCame(v)
+			b.enqueueLong(v)
 		}
 		return
 	}
-	if why := b.places(v.long); why != "" {
+	if why := b.acquireHandlers(v.long); why != "" {
 		b.answer(&v, refuse("agent %s %s", l.id, why))
 		return
 	}
 	select {
-	case b.asked <- v: // a handler that has nothing to do
+	case b.handoff <- v: // a handler that has nothing to do
 		return
 	default:
 	}
 	if !b.spawn("natsbus.handler", func() { b.serve(v) }) {
-		b.leave(v.long)
+		b.releaseHandlers(v.long)
 		b.answer(&v, refuse("agent %s is closing", l.id))
 	}
 }
 
 // serve answers a request, and others that come soon: a new goroutine's stack would grow anew for
 // each.
-func (b *Bus) serve(v asked) {
+func (b *Bus) serve(v inboundRequest) {
 	idle := time.NewTimer(handlerIdle)
 	defer idle.Stop()
 	for {
 		func() {
-			defer b.leave(v.long)
+			defer b.releaseHandlers(v.long)
 			b.serveOne(&v)
 		}()
 		idle.Reset(handlerIdle)
 		select {
-		case v = <-b.asked:
+		case v = <-b.handoff:
 		case <-idle.C:
 			return
 		case <-b.ctx.Done():
@@ -91,85 +91,85 @@ func (b *Bus) serve(v asked) {
 }
 
 // waits says whether a request waits for other long ones.
-func (l *link) waits(v *asked) bool {
-	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-longs-at-once")
+func (l *link) waits(v *inboundRequest) bool {
+	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-long-requests-at-once")
 }
 
-// longCame takes a long request, which is unsealed.
-func (b *Bus) longCame(v asked) {
-	q := b.longs
+// enqueueLong takes a long request, which is unsealed.
+func (b *Bus) enqueueLong(v inboundRequest) {
+	q := b.longQueue
 	if strings.HasPrefix(v.m.Subject, joinRoot) {
-		q = b.longJoins
+		q = b.longJoinQueue
 	}
 	dropped, starts := q.put(&v)
 	if dropped > 0 && v.link.seals != nil {
-		v.link.seals.crowded.Add(int64(dropped))
+		v.link.seals.queueFull.Add(int64(dropped))
 	}
 	if dropped > 0 {
 		b.log.Sugar().Debugf("natsbus: no answer over %s to long requests, of %s or of who asks more: too many wait", v.link.name, v.from)
 	}
-	if starts && !b.spawn("natsbus.longs", func() { b.answerLongs(q) }) {
-		b.refuseLongs(q)
+	if starts && !b.spawn("natsbus.longQueue", func() { b.answerLongRequests(q) }) {
+		b.refuseLongRequests(q)
 	}
 }
 
-// answerLongs answers the long requests that wait, one after the other, until there is none.
-func (b *Bus) answerLongs(q *longs) {
+// answerLongRequests answers the long requests that wait, one after the other, until there is none.
+func (b *Bus) answerLongRequests(q *longQueue) {
 	for b.ctx.Err() == nil {
 		v, late := q.next()
 		if v == nil {
 			return
 		}
 		func() {
-			defer safe.Recover("natsbus.longs")
+			defer safe.Recover("natsbus.longQueue")
 			if late {
-				b.answer(v, later("agent %s is overloaded: this request has waited for more than %v behind other long ones", v.link.id, q.patience))
+				b.answer(v, later("agent %s is overloaded: this request has waited for more than %v behind other long ones", v.link.id, q.timeout))
 				return
 			}
 			b.answer(v, b.handle(v.link, v.from, v.m))
 		}()
 	}
-	b.refuseLongs(q)
+	b.refuseLongRequests(q)
 }
 
-// refuseLongs tells all who wait that this agent is closing.
-func (b *Bus) refuseLongs(q *longs) {
+// refuseLongRequests tells all who wait that this agent is closing.
+func (b *Bus) refuseLongRequests(q *longQueue) {
 	for v, _ := q.next(); v != nil; v, _ = q.next() {
 		b.answer(v, refuse("agent %s is closing", v.link.id))
 	}
 }
 
 // serveOne answers one request.
-func (b *Bus) serveOne(v *asked) {
+func (b *Bus) serveOne(v *inboundRequest) {
 	if v.link.seals != nil && !b.unseal(v) {
 		return
 	}
 	b.answer(v, b.handle(v.link, v.from, v.m))
 }
 
-// places waits for what a request needs to be answered. A long one waits for others of its kind
+// acquireHandlers waits for what a request needs to be answered. A long one waits for others of its kind
 // without a place of the short ones.
-func (b *Bus) places(long bool) (why string) {
+func (b *Bus) acquireHandlers(long bool) (why string) {
 	if long {
-		if why := b.place(b.long); why != "" {
+		if why := b.acquire(b.longSlots); why != "" {
 			return why
 		}
 	}
-	if why = b.place(b.slots); why != "" && long {
-		<-b.long
+	if why = b.acquire(b.requestSlots); why != "" && long {
+		<-b.longSlots
 	}
 	return why
 }
 
-func (b *Bus) leave(long bool) {
+func (b *Bus) releaseHandlers(long bool) {
 	if long {
-		<-b.long
+		<-b.longSlots
 	}
-	<-b.slots
+	<-b.requestSlots
 }
 
-// place waits for one of a kind of handlers. It says why there is none.
-func (b *Bus) place(s chan struct{}) (why string) {
+// acquire waits for one of a kind of handlers. It says why there is none.
+func (b *Bus) acquire(s chan struct{}) (why string) {
 	select {
 	case s <- struct{}{}:
 		return ""
@@ -200,7 +200,7 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	if req.Kind == wire.KindHello && fault.On("bus-from-believed") {
 		req.From = req.Hello.ID
 	}
-	if joins := strings.HasPrefix(m.Subject, joinRoot); joins != (req.Kind == wire.KindJoin) && !fault.On("bus-joins-as-asker") {
+	if joins := strings.HasPrefix(m.Subject, joinRoot); joins != (req.Kind == wire.KindJoin) && !fault.On("bus-joins-as-requester") {
 		return refuse("a request of kind %d came on a subject for other kinds", req.Kind)
 	}
 	defer func() {
@@ -223,7 +223,7 @@ func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
 	case fault.On("bus-agents-are-accounts"):
 		return core.Account(id)
 	case l.kind == homeLink:
-		return b.opt.Server.gate.accountOf(id)
+		return b.opt.Server.authenticator.accountOf(id)
 	case l.kind == clusterLink:
 		if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
 			return core.Account(key)
@@ -234,21 +234,21 @@ func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
 	return ""
 }
 
-func (b *Bus) answer(v *asked, r *wire.Reply) {
+func (b *Bus) answer(v *inboundRequest, r *wire.Reply) {
 	l := v.link
 	if len(r.Reason) > maxReason {
 		short := *r
 		short.Reason = strings.ToValidUTF8(r.Reason[:maxReason], "")
 		r = &short
 	}
-	room := takeRoom()
-	defer room.give()
-	start, added := room.bytes[:0], 0
+	buf := takeBuffer()
+	defer buf.release()
+	start, added := buf.bytes[:0], 0
 	if v.session != nil {
-		start, added = sealRoom(start), sealTag
+		start, added = sealHeadroom(start), sealTag
 	}
 	data, err := r.MarshalMsg(start)
-	room.bytes = data
+	buf.bytes = data
 	if err != nil {
 		b.log.Sugar().Errorf("natsbus: a reply cannot be encoded: %v", err)
 		return
@@ -262,7 +262,7 @@ func (b *Bus) answer(v *asked, r *wire.Reply) {
 	switch {
 	case v.session != nil:
 		data = v.session.sealAnswer(data, &v.mark)
-		room.bytes = data
+		buf.bytes = data
 	case l.seals != nil && kindOfSealed(v.m.Data) != 0: // it has no session here, so it is refused
 		data = l.seals.self.notice(v.from, &v.mark, noticeRefused, r.Reason)
 	}
@@ -314,12 +314,12 @@ func (b *Bus) Request(ctx context.Context, via core.Via, to core.AgentID, req *w
 
 // send encodes a request and asks it.
 func (b *Bus) send(ctx, session context.Context, l *link, to core.AgentID, req *wire.Request) (*nats.Msg, error) {
-	room := takeRoom()
-	defer room.give()
+	buf := takeBuffer()
+	defer buf.release()
 	if l.seals != nil {
-		return b.askSealed(ctx, session, l, to, req, room)
+		return b.askSealed(ctx, session, l, to, req, buf)
 	}
-	data, err := l.encode(req, room, room.bytes, 0)
+	data, err := l.encode(req, buf, buf.bytes, 0)
 	if err != nil {
 		return nil, err
 	}

@@ -25,24 +25,24 @@ import (
 // Who asks opens a session with the agent that is to answer, by a Diffie-Hellman exchange of
 // keys that both make for it and sign:
 //
-//	open:   mark version 1 | asker's ed25519 key, X25519 key, signature of both ids and these
-//	opened: mark version 2 | answerer's ed25519 key, X25519 key, session, signature of both ids, of open and of these
+//	open:   mark version 1 | requester's ed25519 key, X25519 key, signature of both ids and these
+//	opened: mark version 2 | responder's ed25519 key, X25519 key, session, signature of both ids, of open and of these
 //
 // An id is of the ed25519 key that signs (its digest, or an nkey): no authority, registry or
 // secret is needed to know whom a session is with. This is the exchange SIG-DH of Canetti and
-// Krawczyk (Analysis of Key-Exchange Protocols, EUROCRYPT 2001), but that the asker signs
+// Krawczyk (Analysis of Key-Exchange Protocols, EUROCRYPT 2001), but that the requester signs
 // first: what proves that it is there now is its first request, which nobody can make who has not
 // the X25519 key of open. The keys of a session die with it: who gets an agent's keys later reads
 // nothing of what was said before. Both ways have a key of their own:
 //
 //	request: mark version 3 | session | number | AES-128-GCM
 //	answer:  mark version 4 | session | number | AES-128-GCM, with the request's header and tag as associated data
-//	notice:  mark version 5 | answerer's ed25519 key, signature, code and reason: the request is not answered
+//	notice:  mark version 5 | responder's ed25519 key, signature, code and reason: the request is not answered
 //
 // The number is the nonce, as in RFC 8446 section 5.3, and none is used twice: each agent counts
-// what it seals by one counter for each key. The answerer takes each number of a request once
-// (RFC 4303 section 3.4.3). A message that it cannot take to be the asker's gets no answer, so
-// that the asker waits for the right one, and a session that it has forgotten is one of which it
+// what it seals by one counter for each key. The responder takes each number of a request once
+// (RFC 4303 section 3.4.3). A message that it cannot take to be the requester's gets no answer, so
+// that the requester waits for the right one, and a session that it has forgotten is one of which it
 // says so, signed.
 const (
 	sealMark    = 0xc1 // no MessagePack has this byte, so no plain message begins with it
@@ -105,8 +105,8 @@ func otherVersion(m []byte) (version byte, other bool) {
 
 // signText is what an agent signs. Its first byte is in no UTF-8: an agent with an nkey also
 // signs any text that a NATS server sends it, when it enters there.
-func signText(what string, asker, answerer core.AgentID, parts ...[]byte) []byte {
-	text := append([]byte{0xff}, "kvconn seal 1 "+what+"\x00"+string(asker)+"\x00"+string(answerer)+"\x00"...)
+func signText(what string, requester, responder core.AgentID, parts ...[]byte) []byte {
+	text := append([]byte{0xff}, "kvconn seal 1 "+what+"\x00"+string(requester)+"\x00"+string(responder)+"\x00"...)
 	return append(text, slices.Concat(parts...)...)
 }
 
@@ -146,7 +146,7 @@ func (d *direction) nonce(number uint64) (n [12]byte) {
 }
 
 // newSealSession derives the keys from the shared secret and all that both have said.
-func newSealSession(secret, open, opened []byte, asker, answerer core.AgentID) (*sealSession, error) {
+func newSealSession(secret, open, opened []byte, requester, responder core.AgentID) (*sealSession, error) {
 	transcript := sha256.Sum256(slices.Concat(open, opened))
 	shared, err := hkdf.Extract(sha256.New, secret, transcript[:])
 	if err != nil {
@@ -154,7 +154,7 @@ func newSealSession(secret, open, opened []byte, asker, answerer core.AgentID) (
 	}
 	expand := func(name string, bytes int) (out []byte) {
 		if err == nil {
-			out, err = hkdf.Expand(sha256.New, shared, string(signText(name, asker, answerer)), bytes)
+			out, err = hkdf.Expand(sha256.New, shared, string(signText(name, requester, responder)), bytes)
 		}
 		return out
 	}
@@ -176,7 +176,7 @@ func newSealSession(secret, open, opened []byte, asker, answerer core.AgentID) (
 	return s, nil
 }
 
-// opening is the asker's half of an exchange.
+// opening is the requester's half of an exchange.
 type opening struct {
 	self    *Identity
 	to      core.AgentID
@@ -200,7 +200,7 @@ func keysOf(m []byte) (public, dh, rest []byte) {
 	return m[:ed25519.PublicKeySize], m[ed25519.PublicKeySize : ed25519.PublicKeySize+dhBytes], m[ed25519.PublicKeySize+dhBytes:]
 }
 
-// accept is the answerer's half. It makes the session that an open asks for, and the answer.
+// accept is the responder's half. It makes the session that an open asks for, and the answer.
 func (i *Identity) accept(from core.AgentID, open []byte, number uint64) (*sealSession, []byte, error) {
 	public, dh, signature := keysOf(open)
 	if err := signed(public, from, signText("open", from, i.id, public, dh), signature); err != nil {
@@ -229,7 +229,7 @@ func (i *Identity) accept(from core.AgentID, open []byte, number uint64) (*sealS
 	return s, opened, nil
 }
 
-// finish is the asker's second half.
+// finish is the requester's second half.
 func (o *opening) finish(opened []byte) (*sealSession, error) {
 	public, dh, rest := keysOf(opened)
 	said, signature := opened[sealStart:len(opened)-ed25519.SignatureSize], rest[8:]
@@ -252,22 +252,22 @@ func (o *opening) finish(opened []byte) (*sealSession, error) {
 	return s, nil
 }
 
-// used says that the asker has made a request.
+// used says that the requester has made a request.
 func (s *sealSession) used() bool { return s.requests.next.Load() > 0 }
 
-// spent says that the asker may not use the session any more. The answerer keeps it for longer.
-func (s *sealSession) spent(now time.Time) bool {
+// expired says that the requester may not use the session any more. The responder keeps it for longer.
+func (s *sealSession) expired(now time.Time) bool {
 	n, age := s.requests.next.Load(), now.Sub(s.began)
 	return n >= 2*sessionRequests || age >= sessionLife*3/2 || n == 0 && age >= unusedLife/2
 }
 
-// worn says that the asker is to open another session, and may use this one until it has.
-func (s *sealSession) worn(now time.Time) bool {
+// needsRekey says that the requester is to open another session, and may use this one until it has.
+func (s *sealSession) needsRekey(now time.Time) bool {
 	return s.requests.next.Load() >= sessionRequests || now.Sub(s.began) >= sessionLife
 }
 
-// sealRoom begins a message: what is appended to it is sealed.
-func sealRoom(b []byte) []byte { return append(b, make([]byte, sealHeader)...) }
+// sealHeadroom begins a message: what is appended to it is sealed.
+func sealHeadroom(b []byte) []byte { return append(b, make([]byte, sealHeader)...) }
 
 // mark is what an answer is bound to: the header and tag of its request. Nobody knows the tag
 // before the request is sent, so that no answer can be had beforehand.
@@ -287,7 +287,7 @@ func associated(m, bound []byte) []byte {
 	return slices.Concat(m[:sealHeader], bound)
 }
 
-// seal seals what follows the room in a message.
+// seal seals what follows the headroom in a message.
 func (d *direction) seal(kind sealKind, session uint64, m []byte, bound []byte) []byte {
 	number := d.next.Add(1) - 1
 	m[0], m[1], m[2] = sealMark, sealVersion, byte(kind)

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// FuzzSealed: whatever a stranger sends is no request, no answer and no session, and ends nothing.
+// FuzzSealed: whatever an unknown agent sends is no request, no answer and no session, and ends nothing.
 func FuzzSealed(f *testing.F) {
 	d, p, e := NewIdentity(), NewIdentity(), NewIdentity()
 	asks, answers := established(f, d, p)
@@ -47,16 +47,16 @@ func FuzzSealed(f *testing.F) {
 		b := &Bus{}
 		b.opt.Identity, b.log = p, nopLog
 		seals := newSeals(p)
-		seals.served.add(answers)
-		v := &asked{link: &link{id: p.id, seals: seals}, from: d.id, m: unboundMessage(slices.Clone(m))}
+		seals.responder.add(answers)
+		v := &inboundRequest{link: &link{id: p.id, seals: seals}, from: d.id, m: unboundMessage(slices.Clone(m))}
 		if b.admit(v) && b.unseal(v) {
 			t.Errorf("it is a request: %x", m)
 		}
-		if n := len(seals.served.by); n != 1 {
+		if n := len(seals.responder.by); n != 1 {
 			t.Errorf("there are %d sessions", n)
 		}
-		for _, a := range []*awaited{{self: d, strange: &seals.strange, to: p.id, mark: to, session: asks}, {self: d, strange: &seals.strange, to: p.id, mark: markOf(o.message), opening: o}} {
-			if a.right(unboundMessage(slices.Clone(m))) || a.opened != nil || a.again {
+		for _, a := range []*pendingAnswer{{self: d, invalid: &seals.invalid, to: p.id, mark: to, session: asks}, {self: d, invalid: &seals.invalid, to: p.id, mark: markOf(o.message), opening: o}} {
+			if a.right(unboundMessage(slices.Clone(m))) || a.opened != nil || a.forgotten {
 				t.Errorf("it is an answer: %x", m)
 			}
 		}

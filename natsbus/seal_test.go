@@ -24,13 +24,13 @@ func keyedIdentity(t testing.TB) *Identity {
 }
 
 // established is a session of two agents, as each of them has it.
-func established(t testing.TB, asker, answerer *Identity) (asks *sealSession, answers *held) {
+func established(t testing.TB, requester, responder *Identity) (asks *sealSession, answers *responderSession) {
 	t.Helper()
-	o, err := asker.open(answerer.id)
+	o, err := requester.open(responder.id)
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, opened, err := answerer.accept(asker.id, o.message, 7)
+	s, opened, err := responder.accept(requester.id, o.message, 7)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -40,15 +40,15 @@ func established(t testing.TB, asker, answerer *Identity) (asks *sealSession, an
 	if len(o.message) != openBytes || len(opened) != openedBytes || kindOfSealed(o.message) != sealOpen || kindOfSealed(opened) != sealOpened {
 		t.Fatalf("messages of %d and %d bytes", len(o.message), len(opened))
 	}
-	return asks, newHeld(answerer, s, o.message)
+	return asks, newResponderSession(responder, s, o.message)
 }
 
 func sealedRequest(s *sealSession, text string) []byte {
-	return s.sealRequest(append(sealRoom(nil), text...))
+	return s.sealRequest(append(sealHeadroom(nil), text...))
 }
 
 func sealedAnswer(s *sealSession, text string, to *mark) []byte {
-	return s.sealAnswer(append(sealRoom(nil), text...), to)
+	return s.sealAnswer(append(sealHeadroom(nil), text...), to)
 }
 
 // TestSeal: what two agents seal, each reads of the other, once and in its place only. A message
@@ -213,11 +213,11 @@ func TestForgedOpen(t *testing.T) {
 }
 
 // TestNumbersOfASession: however many seal at a time, no number is used twice with a key, and the
-// answerer takes each once.
+// responder takes each once.
 func TestNumbersOfASession(t *testing.T) {
 	d, p := NewIdentity(), NewIdentity()
 	asks, answers := established(t, d, p)
-	s := newServed()
+	s := newResponderSessions()
 	s.add(answers)
 	const agents, each = 16, 200
 	sealed := make(chan []byte, agents*each)

@@ -15,7 +15,7 @@ import (
 
 // admit looks at what came over a link to a cluster before it takes a place. It is false of what
 // gets nothing more.
-func (b *Bus) admit(v *asked) bool {
+func (b *Bus) admit(v *inboundRequest) bool {
 	seals, m := v.link.seals, v.m
 	drop := func(n *atomic.Int64, why string) bool {
 		n.Add(1)
@@ -24,18 +24,18 @@ func (b *Bus) admit(v *asked) bool {
 	}
 	switch kindOfSealed(m.Data) {
 	case sealOpen:
-		if seals.served.repeated(m.Data) {
+		if seals.responder.repeated(m.Data) {
 			return drop(&seals.repeated, "its session is open already")
 		}
 	case sealRequest:
 		v.mark = markOf(m.Data)
-		s, number := seals.served.find(sessionOf(m.Data), numberOf(m.Data), time.Now())
+		s, number := seals.responder.find(sessionOf(m.Data), numberOf(m.Data), time.Now())
 		switch {
 		case s != nil && s.peer != v.from && !fault.On("seal-ids-free"):
 			return drop(&seals.foreign, "its session is another's")
 		case number == arrivalSeen:
 			return drop(&seals.repeated, "it has come before")
-		case number == arrivalOld: // nobody may be told so: its asker may await the answer, and would ask again
+		case number == arrivalOld: // nobody may be told so: its requester may await the answer, and would ask again
 			return drop(&seals.repeated, "it may have come before")
 		case number == arrivalNew:
 			v.session = s
@@ -46,7 +46,7 @@ func (b *Bus) admit(v *asked) bool {
 				b.warnVersion(v, version)
 				return drop(&seals.version, "it is sealed by another version")
 			}
-			return drop(&seals.strange, "it is no request")
+			return drop(&seals.invalid, "it is no request")
 		}
 		if fault.On("seal-none") {
 			return true
@@ -62,7 +62,7 @@ func (b *Bus) admit(v *asked) bool {
 }
 
 // unseal opens a request in its place. It is false if that was all to do.
-func (b *Bus) unseal(v *asked) bool {
+func (b *Bus) unseal(v *inboundRequest) bool {
 	seals, m := v.link.seals, v.m
 	drop := func(n *atomic.Int64, why error) bool {
 		n.Add(1)
@@ -71,18 +71,18 @@ func (b *Bus) unseal(v *asked) bool {
 	}
 	switch {
 	case kindOfSealed(m.Data) == sealOpen:
-		if seals.served.repeated(m.Data) { // it has waited more than once
+		if seals.responder.repeated(m.Data) { // it has waited more than once
 			return drop(&seals.repeated, errors.New("its session is open already"))
 		}
-		s, answer, err := seals.self.accept(v.from, m.Data, seals.served.number())
+		s, answer, err := seals.self.accept(v.from, m.Data, seals.responder.number())
 		if err != nil {
 			return drop(&seals.forged, err)
 		}
-		if !seals.served.add(newHeld(seals.self, s, m.Data)) {
+		if !seals.responder.add(newResponderSession(seals.self, s, m.Data)) {
 			return drop(&seals.repeated, errors.New("its session is open already"))
 		}
 		seals.accepted.Add(1)
-		seals.kept()
+		seals.startSweeper()
 		b.respond(v, answer)
 		return false
 	case kindOfSealed(m.Data) == 0: // only where a defect is tried
@@ -97,7 +97,7 @@ func (b *Bus) unseal(v *asked) bool {
 	if err != nil {
 		return drop(&seals.forged, err)
 	}
-	switch seals.served.use(v.session, number) {
+	switch seals.responder.use(v.session, number) {
 	case arrivalSeen:
 		return drop(&seals.repeated, errors.New("it has come before"))
 	case arrivalOld:
@@ -108,14 +108,14 @@ func (b *Bus) unseal(v *asked) bool {
 }
 
 // warnPlain says who, by its own word, does not seal, and what to do.
-func (b *Bus) warnPlain(v *asked) {
+func (b *Bus) warnPlain(v *inboundRequest) {
 	v.link.seals.lines.plain.Do(func(note string) {
 		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s without a seal, and was refused: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, note)
 	})
 }
 
 // warnVersion says who, by its own word, seals otherwise. It gets no answer: no release knows how another reads one.
-func (b *Bus) warnVersion(v *asked, version byte) {
+func (b *Bus) warnVersion(v *inboundRequest, version byte) {
 	v.link.seals.lines.version.Do(func(note string) {
 		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s with a seal of version %d, and this agent knows version %d only: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, version, sealVersion, note)
 	})
@@ -129,11 +129,11 @@ func (b *Bus) Refused() map[string]uint64 {
 	return b.seals.counts()
 }
 
-// sessionlessCame takes a message that is of no session. If too many wait, it gets nothing: a refusal would cost a signature
-// too. An open's asker sends another one after openAgain; a request's asker waits until its context ends.
-func (b *Bus) sessionlessCame(v *asked) {
+// enqueueSessionless takes a message that is of no session. If too many wait, it gets nothing: a refusal would cost a signature
+// too. An open's requester sends another one after openAgain; a request's requester waits until its context ends.
+func (b *Bus) enqueueSessionless(v *inboundRequest) {
 	if !b.sessionless.put(v) {
-		v.link.seals.crowded.Add(1)
+		v.link.seals.queueFull.Add(1)
 		return
 	}
 	b.answerSessionless()
@@ -143,13 +143,13 @@ func (b *Bus) sessionlessCame(v *asked) {
 func (b *Bus) answerSessionless() {
 	s := b.sessionless
 	select {
-	case s.answerers <- struct{}{}:
+	case s.responders <- struct{}{}:
 	default: // it runs
 		return
 	}
 	if !b.spawn("natsbus.sessionless", func() {
 		defer func() {
-			<-s.answerers
+			<-s.responders
 			if len(s.queue) > 0 { // one came between the last look and this, or its forerunner made a fault
 				b.answerSessionless()
 			}
@@ -164,12 +164,12 @@ func (b *Bus) answerSessionless() {
 			}
 		}
 	}) {
-		<-s.answerers // the bus closes: nobody is at the asker's next one
+		<-s.responders // the bus closes: nobody is at the requester's next one
 	}
 }
 
 // respond sends the answer to a request.
-func (b *Bus) respond(v *asked, data []byte) {
+func (b *Bus) respond(v *inboundRequest, data []byte) {
 	if err := v.m.Respond(data); err != nil {
 		b.log.Sugar().Debugf("natsbus: a reply over %s is lost: %v", v.link.name, err)
 	}
@@ -183,9 +183,9 @@ func (*unopened) Error() string { return "no session was opened" }
 // sessionWith returns the session to ask an agent, and opens one if there is none, or only stale.
 func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.AgentID, stale *sealSession) (*sealSession, error) {
 	for {
-		s, a, first := l.seals.opened.get(to, stale, time.Now())
+		s, a, first := l.seals.requester.get(to, stale, time.Now())
 		if first && !b.spawn("natsbus.seal", func() { b.openSession(connected, l, to, a) }) {
-			l.seals.opened.ended(to, a, nil, errClosed)
+			l.seals.requester.ended(to, a, nil, errClosed)
 		}
 		if s != nil {
 			return s, nil
@@ -198,7 +198,7 @@ func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.Agent
 				return a.session, a.err
 			default:
 			}
-			if m := a.word.Load(); m != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) { // as await does
+			if m := a.noResponders.Load(); m != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) { // as await does
 				return nil, &unopened{m}
 			}
 			return nil, a.failed(ctx.Err())
@@ -218,8 +218,8 @@ const openAgain = time.Second
 func (b *Bus) openSession(connected context.Context, l *link, to core.AgentID, a *attempt) {
 	s, err := (*sealSession)(nil), errFault
 	defer func() { // also after a panic
-		l.seals.opened.ended(to, a, s, err)
-		l.seals.kept()
+		l.seals.requester.ended(to, a, s, err)
+		l.seals.startSweeper()
 	}()
 	ctx, cancel := context.WithTimeout(b.ctx, b.opt.ConnectTimeout)
 	defer cancel()
@@ -263,7 +263,7 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	if err != nil {
 		return nil, err
 	}
-	a := l.seals.awaits(to, markOf(o.message))
+	a := l.seals.pending(to, markOf(o.message))
 	a.opening, a.attempt = o, of
 	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a)
 	switch {
@@ -277,23 +277,23 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	return a.opened, nil
 }
 
-// forgetfulError: the agent has forgotten a session. Nothing is wrong with the way to it, and asking again may help: to
+// unknownSessionError: the agent has forgotten a session. Nothing is wrong with the way to it, and asking again may help: to
 // a caller it is as one that cannot be reached for a while.
-type forgetfulError string
+type unknownSessionError string
 
-func (e forgetfulError) Error() string { return string(e) }
+func (e unknownSessionError) Error() string { return string(e) }
 
 // Is makes it core.ErrUnreachable.
-func (e forgetfulError) Is(target error) bool { return target == core.ErrUnreachable }
+func (e unknownSessionError) Is(target error) bool { return target == core.ErrUnreachable }
 
-// errForgetful: the agent forgets sessions as soon as they are open, since it has too many.
-const errForgetful = forgetfulError("it does not know the session that it has opened a moment ago")
+// errUnknownSession: the agent forgets sessions as soon as they are open, since it has too many.
+const errUnknownSession = unknownSessionError("it does not know the session that it has opened a moment ago")
 
-// errUncertain: nothing tells the asker whether the agent forgot the session before or after the request. It may have
+// errUncertain: nothing tells the requester whether the agent forgot the session before or after the request. It may have
 // handled the request, and somebody who has heard that may have sent it again.
-const errUncertain = forgetfulError("it does not know the session of the request any more, and may have handled the request before")
+const errUncertain = unknownSessionError("it does not know the session of the request any more, and may have handled the request before")
 
-// repeatable says whether a request may be handled twice. Those of these kinds are made so, since their asker itself asks
+// repeatable says whether a request may be handled twice. Those of these kinds are made so, since their requester itself asks
 // again if no answer comes. A signal's meaning is its transport's own.
 func repeatable(kind wire.Kind) bool {
 	switch kind {
@@ -304,7 +304,7 @@ func repeatable(kind wire.Kind) bool {
 }
 
 // askSealed is ask over a link to a cluster.
-func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID, req *wire.Request, room *room) (*nats.Msg, error) {
+func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID, req *wire.Request, buf *buffer) (*nats.Msg, error) {
 	var stale *sealSession
 	for range 2 {
 		s, err := b.sessionWith(ctx, connected, l, to, stale)
@@ -315,13 +315,13 @@ func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID
 			}
 			return nil, err
 		}
-		data, err := l.encode(req, room, sealRoom(room.bytes[:0]), sealTag)
+		data, err := l.encode(req, buf, sealHeadroom(buf.bytes[:0]), sealTag)
 		if err != nil {
 			return nil, err
 		}
 		data = s.sealRequest(data)
-		room.bytes = data
-		a := l.seals.awaits(to, markOf(data))
+		buf.bytes = data
+		a := l.seals.pending(to, markOf(data))
 		a.session = s
 		m, err := l.ask(ctx, connected, subject(to, l.id), data, a)
 		if err != nil {
@@ -330,13 +330,13 @@ func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID
 		switch {
 		case noResponders(m): // as in openOnce
 			return m, nil
-		case !a.again:
+		case !a.forgotten:
 			return m, nil
 		case !repeatable(req.Kind) && !fault.On("seal-repeats-all"):
-			l.seals.opened.forget(to, s)
+			l.seals.requester.forget(to, s)
 			return nil, errUncertain
 		}
 		stale = s
 	}
-	return nil, errForgetful
+	return nil, errUnknownSession
 }

@@ -64,7 +64,7 @@ func BenchmarkSeal(b *testing.B) {
 
 // BenchmarkNewSession is the place of one more session where all are in use: by as many agents, and by one who has more.
 func BenchmarkNewSession(b *testing.B) {
-	s, id := newServed(), uint64(0)
+	s, id := newResponderSessions(), uint64(0)
 	use := func(key uint64) {
 		id++
 		v := stub(id, 0)
@@ -81,8 +81,8 @@ func BenchmarkNewSession(b *testing.B) {
 	}
 }
 
-// BenchmarkStrangers is what an answerer computes for a message of somebody whom it does not know.
-func BenchmarkStrangers(b *testing.B) {
+// BenchmarkUnknownSenders is what a responder computes for a message of somebody whom it does not know.
+func BenchmarkUnknownSenders(b *testing.B) {
 	d, p, e := NewIdentity(), NewIdentity(), NewIdentity()
 	o, err := d.open(p.id)
 	if err != nil {

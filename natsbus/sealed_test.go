@@ -59,7 +59,7 @@ func newSealedPair(t *testing.T) *sealedPair {
 		if hold := s.hold.Load(); hold != nil {
 			<-*hold
 		}
-		return &wire.Reply{Reason: fmt.Sprint("answer ", n, " to ", nick(req.From))}
+		return &wire.Reply{Reason: fmt.Sprint("answer ", n, " to ", shortName(req.From))}
 	})
 	s.decode = newBus(t, Options{Identity: named("D"), ClusterURL: c.URL(), Token: "right", ConnectTimeout: time.Minute}) // no attempt to open a session ends by itself
 	return s
@@ -82,7 +82,7 @@ func (s *sealedPair) heardAt(t *testing.T, subject string, n int) (list []*nats.
 
 // forget has P forget its sessions.
 func (s *sealedPair) forget() {
-	served := s.prefill.seals.served
+	served := s.prefill.seals.responder
 	served.mu.Lock()
 	defer served.mu.Unlock()
 	for _, v := range served.by {
@@ -117,7 +117,7 @@ func (s *sealedPair) say(t *testing.T, subj string, data []byte) (answer *nats.S
 
 // openTo is the session that an agent has with another; nil if there is none.
 func openTo(b *Bus, peer core.AgentID) *sealSession {
-	o := b.seals.opened
+	o := b.seals.requester
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if a := o.by[peer]; a != nil {
@@ -176,7 +176,7 @@ func TestPlainInACluster(t *testing.T) {
 		if err := s.nc.Publish(last.Reply, m); err != nil {
 			t.Fatal(err)
 		}
-		counted(t, fmt.Sprint("answer ", i), &s.decode.seals.strange, int64(i+1), taken)
+		counted(t, fmt.Sprint("answer ", i), &s.decode.seals.invalid, int64(i+1), taken)
 	}
 	close(hold)
 	if got := <-done; got != "answer 2 to D<nil>" {
@@ -217,7 +217,7 @@ func TestAnotherKey(t *testing.T) {
 		done <- err
 	}()
 	sessions := func() bool { return len(done) > 0 || openTo(s.decode, absent) != nil }
-	counted(t, "an answer by another key", &s.decode.seals.strange, 2, sessions)
+	counted(t, "an answer by another key", &s.decode.seals.invalid, 2, sessions)
 	cancel()
 	if err := <-done; !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "2 messages that it has not sealed") {
 		t.Errorf("%v", err)
@@ -279,14 +279,14 @@ func TestSessionOfAnother(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	data, err := hello("D").MarshalMsg(sealRoom(nil))
+	data, err := hello("D").MarshalMsg(sealHeadroom(nil))
 	if err != nil {
 		t.Fatal(err)
 	}
 	s.say(t, subject(s.p, s.d), session.sealRequest(data))
 	counted(t, "E's request in D's name", &s.prefill.seals.foreign, 1, func() bool { return s.handled.Load() > 0 })
 	// As E it is taken.
-	data, _ = hello("E").MarshalMsg(sealRoom(nil))
+	data, _ = hello("E").MarshalMsg(sealHeadroom(nil))
 	if err := s.nc.PublishRequest(subject(s.p, e.id), reply, session.sealRequest(data)); err != nil {
 		t.Fatal(err)
 	}
@@ -312,7 +312,7 @@ func TestAnswerOfAnotherRequest(t *testing.T) {
 	if err := s.nc.Publish(second.Reply, answer.Data); err != nil {
 		t.Fatal(err)
 	}
-	counted(t, "the first request's answer", &s.decode.seals.strange, 1, func() bool { return len(done) > 0 })
+	counted(t, "the first request's answer", &s.decode.seals.invalid, 1, func() bool { return len(done) > 0 })
 	close(hold)
 	if got := <-done; got != "answer 2 to D<nil>" {
 		t.Errorf("the answer is %q", got)
@@ -329,8 +329,8 @@ func TestSealedRefusals(t *testing.T) {
 	}
 	s.forget()
 	s.request(t, "answer 2 to D")
-	for range cap(s.prefill.slots) {
-		s.prefill.slots <- struct{}{}
+	for range cap(s.prefill.requestSlots) {
+		s.prefill.requestSlots <- struct{}{}
 	}
 	for who, b := range map[string]*Bus{"with a session": s.decode, "with one that is forgotten": forgotten, "a newcomer": newcomer} {
 		r, err := b.Request(ctxOf(t, within), "", s.p, hello(string(b.opt.Identity.ID())))
@@ -338,8 +338,8 @@ func TestSealedRefusals(t *testing.T) {
 			t.Errorf("%s: %+v, %v", who, r, err)
 		}
 	}
-	for range cap(s.prefill.slots) {
-		<-s.prefill.slots
+	for range cap(s.prefill.requestSlots) {
+		<-s.prefill.requestSlots
 	}
 	if openTo(newcomer, s.p) == nil {
 		t.Error("while requests have all places, no session is opened")
@@ -365,12 +365,12 @@ func TestSealedSizes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	room := limit - int64(len(data)-1<<16) - sealOverhead
-	if err := request(room); err != nil {
-		t.Errorf("%d bytes: %v", room, err)
+	buf := limit - int64(len(data)-1<<16) - sealOverhead
+	if err := request(buf); err != nil {
+		t.Errorf("%d bytes: %v", buf, err)
 	}
-	if err := request(room + 1); !errors.Is(err, core.ErrTooLarge) {
-		t.Errorf("%d bytes: %v", room+1, err)
+	if err := request(buf + 1); !errors.Is(err, core.ErrTooLarge) {
+		t.Errorf("%d bytes: %v", buf+1, err)
 	}
 }
 

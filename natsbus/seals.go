@@ -13,9 +13,9 @@ import (
 
 // seals are what an agent of a cluster seals and opens messages with.
 type seals struct {
-	self   *Identity
-	served *served
-	opened *openSessions
+	self      *Identity
+	responder *responderSessions
+	requester *requesterSessions
 	refusals
 	accepted atomic.Int64 // sessions that others have opened
 
@@ -25,18 +25,18 @@ type seals struct {
 }
 
 func newSeals(self *Identity) *seals {
-	return &seals{self: self, served: newServed(), opened: newOpened()}
+	return &seals{self: self, responder: newResponderSessions(), requester: newRequesterSessions()}
 }
 
-// awaits makes what waits for the answer of an agent.
-func (s *seals) awaits(to core.AgentID, of mark) *awaited {
-	return &awaited{self: s.self, strange: &s.strange, to: to, mark: of, absent: make(chan *nats.Msg, 1)}
+// pending makes what waits for the answer of an agent.
+func (s *seals) pending(to core.AgentID, of mark) *pendingAnswer {
+	return &pendingAnswer{self: s.self, invalid: &s.invalid, to: to, mark: of, absent: make(chan *nats.Msg, 1)}
 }
 
-const sweepEvery = time.Minute // how much longer than askedIdle and servedIdle a session's keys may lie in memory
+const sweepEvery = time.Minute // how much longer than requesterIdle and responderIdle a session's keys may lie in memory
 
-// kept says that there is a session: the idle ones are looked for until there is none.
-func (s *seals) kept() {
+// startSweeper says that there is a session: the idle ones are looked for until there is none.
+func (s *seals) startSweeper() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.sweeper == nil && !s.closed {
@@ -54,7 +54,7 @@ func (s *seals) sweep() {
 	}
 	s.sweeper.Reset(sweepEvery) // first, in case of a fault
 	now := time.Now()
-	if served, opened := s.served.sweep(now), s.opened.sweep(now); served+opened == 0 {
+	if served, opened := s.responder.sweep(now), s.requester.sweep(now); served+opened == 0 {
 		s.sweeper.Stop()
 		s.sweeper = nil
 	}
@@ -68,6 +68,6 @@ func (s *seals) close() {
 		s.sweeper.Stop()
 	}
 	s.mu.Unlock()
-	s.served.close()
-	s.opened.close()
+	s.responder.close()
+	s.requester.close()
 }

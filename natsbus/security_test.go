@@ -35,7 +35,7 @@ func newNKey(t testing.TB) (seed, public string) {
 func TestNKeys(t *testing.T) {
 	leaktest.Check(t)
 	seed, public := newNKey(t)
-	stranger, _ := newNKey(t)
+	unknown, _ := newNKey(t)
 	log, logs := observed()
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right", NKeys: []string{public}, Logger: log})
 	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server, Token: "right"})
@@ -48,7 +48,7 @@ func TestNKeys(t *testing.T) {
 	}{
 		"the key":       {Options{Identity: named("D"), Seed: seed}, true},
 		"the token":     {Options{Identity: named("D"), Token: "right"}, true},
-		"another key":   {Options{Identity: named("D"), Seed: stranger}, false},
+		"another key":   {Options{Identity: named("D"), Seed: unknown}, false},
 		"another token": {Options{Identity: named("D"), Token: "wrong"}, false},
 		"nothing":       {Options{Identity: named("D")}, false},
 	} {
@@ -82,7 +82,7 @@ func TestNKeys(t *testing.T) {
 	}
 }
 
-// TestTokenIsNotSent: a client never sends its token, since the port may be a stranger's.
+// TestTokenIsNotSent: a client never sends its token, since the port may be an attacker's.
 func TestTokenIsNotSent(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "the-token"})
@@ -197,7 +197,7 @@ func TestPermissions(t *testing.T) {
 			t.Errorf("%q is carried: %q", command, text)
 		}
 	}
-	if a, _, err := prefill.Lookup(ctxOf(t, within), core.Target{EngineID: "e"}); err != nil || nick(a.ID) != "P" {
+	if a, _, err := prefill.Lookup(ctxOf(t, within), core.Target{EngineID: "e"}); err != nil || shortName(a.ID) != "P" {
 		t.Errorf("the registry has %v, %v", a, err)
 	}
 }

@@ -33,7 +33,7 @@ const (
 	maxUnansweredBytes = 32 << 20
 	maxUnreadBytes     = 32 << 20
 	// maxPending is what the server may keep for this process's own agent: more than all
-	// clients can send it. For clients it keeps next to nothing, see outlet.
+	// clients can send it. For clients it keeps next to nothing, see clientWriter.
 	maxPending = 2*maxUnansweredBytes + 2*wire.MaxMessage
 
 	// defaultServerPing finds a peer that vanished without closing its connection:
@@ -69,20 +69,20 @@ type ServerOptions struct {
 // Server is a NATS server inside this process without a port of its own: peers
 // come through Handler, this agent's Bus comes in-process.
 type Server struct {
-	opt   ServerOptions
-	log   *zap.Logger
-	nats  *server.Server
-	store *store
-	gate  *gate
-	tls   *tls.Config // of the connections inside upgraded ones
+	opt           ServerOptions
+	log           *zap.Logger
+	nats          *server.Server
+	store         *store
+	authenticator *authenticator
+	tls           *tls.Config // of the connections inside upgraded ones
 
 	unanswered, unread *budget
-	questions          *questions
+	queries            *registryQueries
 
 	clients *clients
 
-	refused ratelog.Limit
-	gaveUp  ratelog.Limit
+	refused   ratelog.Limit
+	evictions ratelog.Limit
 
 	once sync.Once
 	err  error
@@ -115,12 +115,12 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if err != nil {
 		return nil, errors.Join(err, st.remove())
 	}
-	gate, err := newGate(secrets{token: opt.Token, join: opt.JoinToken}, local, opt.NKeys)
+	auth, err := newAuthenticator(secrets{token: opt.Token, join: opt.JoinToken}, local, opt.NKeys)
 	if err != nil {
 		return nil, errors.Join(err, st.remove())
 	}
-	s := &Server{opt: opt, log: opt.Logger, store: st, gate: gate, tls: secure,
-		unanswered: newBudget(maxUnansweredBytes), unread: newBudget(maxUnreadBytes), questions: newQuestions(),
+	s := &Server{opt: opt, log: opt.Logger, store: st, authenticator: auth, tls: secure,
+		unanswered: newBudget(maxUnansweredBytes), unread: newBudget(maxUnreadBytes), queries: newRegistryQueries(),
 		clients: newClients(opt.MaxConns)}
 	log := &serverLogger{log: opt.Logger.Sugar()}
 	s.nats, err = server.NewServer(&server.Options{
@@ -137,7 +137,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		MaxClosedClients:           1, // nobody asks who has gone
 		MaxPending:                 maxPending,
 		AuthTimeout:                opt.proofWithin.Seconds(),
-		CustomClientAuthentication: gate,
+		CustomClientAuthentication: auth,
 		PingInterval:               opt.ping,
 		MaxPingsOut:                2,
 		WriteDeadline:              writeWait,

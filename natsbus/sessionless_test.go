@@ -21,7 +21,7 @@ func (s *sealedPair) flood(t *testing.T, n int, kind sealKind, from core.AgentID
 		m[0], m[1], m[2] = sealMark, sealVersion, byte(kind)
 		name := from + core.AgentID(fmt.Sprint(keyMark, i))
 		if from == "" {
-			name = core.AgentID(fmt.Sprint("stranger", i/maxSessionlessOf))
+			name = core.AgentID(fmt.Sprint("unknown", i/maxSessionlessOf))
 		}
 		if err := s.nc.PublishMsg(&nats.Msg{Subject: subject(s.p, name), Reply: inboxOf(name) + ".1", Data: m, Header: header}); err != nil {
 			t.Fatal(err)
@@ -32,20 +32,20 @@ func (s *sealedPair) flood(t *testing.T, n int, kind sealKind, from core.AgentID
 	}
 }
 
-// TestFloodOfStrangers: opens, and requests of sessions that are not known, wait in places of their own, take none of a
+// TestFloodOfUnknownSenders: opens, and requests of sessions that are not known, wait in places of their own, take none of a
 // request's, and are not held beyond a bound, whatever headers they have. When they are answered, honest agents open
 // sessions as before.
-func TestFloodOfStrangers(t *testing.T) {
+func TestFloodOfUnknownSenders(t *testing.T) {
 	for kind, name := range map[sealKind]string{sealOpen: "opens", sealRequest: "requests"} {
 		t.Run(name, func(t *testing.T) {
 			s := newSealedPair(t)
 			s.request(t, "answer 1 to D")
 			waits := s.prefill.sessionless
-			waits.answerers <- struct{}{} // one answer takes long
+			waits.responders <- struct{}{} // one answer takes long
 			const excess = 10
 			seals := s.prefill.seals
 			s.flood(t, maxSessionless+excess, kind, "", nats.Header{"Long": []string{string(make([]byte, 1000))}})
-			counted(t, "messages beyond the bound", &seals.crowded, excess, func() bool { return false })
+			counted(t, "messages beyond the bound", &seals.queueFull, excess, func() bool { return false })
 			if n := len(waits.queue); n != maxSessionless {
 				t.Errorf("%d messages wait, want %d", n, maxSessionless)
 			}
@@ -61,7 +61,7 @@ func TestFloodOfStrangers(t *testing.T) {
 			if held > maxSessionless*2*openBytes {
 				t.Errorf("%d bytes are held of %d messages", held, maxSessionless)
 			}
-			<-waits.answerers
+			<-waits.responders
 			s.prefill.answerSessionless()
 			other := newBus(t, Options{Identity: named("D2"), ClusterURL: s.url, Token: "right", ConnectTimeout: within})
 			if r, err := other.Request(ctxOf(t, within), "", s.p, hello("D2")); err != nil || r.Reason != "answer 3 to D2" {
@@ -84,18 +84,18 @@ func TestFloodOfStrangers(t *testing.T) {
 	}
 }
 
-// TestFloodOfOne: the messages of one key's agents that wait leave places to those of others.
-func TestFloodOfOne(t *testing.T) {
+// TestFloodOfOneSender: the messages of one key's agents that wait leave places to those of others.
+func TestFloodOfOneSender(t *testing.T) {
 	s := newSealedPair(t)
 	s.request(t, "answer 1 to D")
 	waits := s.prefill.sessionless
-	waits.answerers <- struct{}{}
+	waits.responders <- struct{}{}
 	s.flood(t, maxSessionless, sealOpen, "greedy", nil)
-	counted(t, "messages beyond its share", &s.prefill.seals.crowded, maxSessionless-maxSessionlessOf, func() bool { return false })
+	counted(t, "messages beyond its share", &s.prefill.seals.queueFull, maxSessionless-maxSessionlessOf, func() bool { return false })
 	if n := len(waits.queue); n != maxSessionlessOf {
 		t.Errorf("%d messages of one key wait, want %d", n, maxSessionlessOf)
 	}
-	<-waits.answerers
+	<-waits.responders
 	s.prefill.answerSessionless()
 	other := newBus(t, Options{Identity: named("D2"), ClusterURL: s.url, Token: "right", ConnectTimeout: within})
 	if r, err := other.Request(ctxOf(t, within), "", s.p, hello("D2")); err != nil || r.Reason != "answer 2 to D2" {

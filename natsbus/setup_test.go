@@ -92,7 +92,7 @@ func freeAddr(t testing.TB) string {
 // newSecurePort speaks https when it has a configuration for that.
 func newSecurePort(t testing.TB, addr string, opt ServerOptions, secure *tls.Config) *port {
 	t.Helper()
-	// A process that stands still for seconds is no stranger, and no dead peer.
+	// A process that stands still for seconds is no attacker, and no dead peer.
 	opt.proofWithin, opt.ping = cmp.Or(opt.proofWithin, time.Hour), cmp.Or(opt.ping, time.Hour)
 	s, err := StartServer(opt)
 	if err != nil {
@@ -160,14 +160,14 @@ func rawClient(t testing.TB, p *port, i *Identity, k secrets, r right) net.Conn 
 
 func dialClient(t testing.TB, p *port, i *Identity, k secrets, r right) (net.Conn, error) {
 	t.Helper()
-	e := &entrance{self: i, secrets: k, right: r}
+	e := &clientHandshake{self: i, secrets: k, right: r}
 	return dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, nil, e)(ctxOf(t, within))
 }
 
 // natsClient is a NATS client of an agent that has proved itself.
 func natsClient(t testing.TB, p *port, i *Identity, k secrets, r right) *nats.Conn {
 	t.Helper()
-	e := &entrance{self: i, secrets: k, right: r}
+	e := &clientHandshake{self: i, secrets: k, right: r}
 	d := newDialer(within, dialUpgrade(Address{Host: p.addr, Name: "127.0.0.1"}, nil, nil, e))
 	if err := d.prepare(); err != nil {
 		t.Fatal(err)
@@ -197,7 +197,7 @@ func hello(id string) *wire.Request {
 // serve answers every request with "ID via VIA: hello SENDER".
 func serve(b *Bus) {
 	b.Serve(func(via core.Via, req *wire.Request) *wire.Reply {
-		return &wire.Reply{Reason: nick(b.opt.Identity.ID()) + " via " + string(via) + ": hello " + nick(req.From)}
+		return &wire.Reply{Reason: shortName(b.opt.Identity.ID()) + " via " + string(via) + ": hello " + shortName(req.From)}
 	})
 }
 

@@ -105,7 +105,7 @@ const newFor = time.Hour
 func sweepStores(tmp string) {
 	dirs, _ := filepath.Glob(filepath.Join(tmp, storePrefix+"*"))
 	for _, dir := range dirs {
-		if !ours(dir) {
+		if !isOurs(dir) {
 			continue
 		}
 		if strings.HasSuffix(dir, storeNew) {
@@ -125,7 +125,7 @@ func sweepStores(tmp string) {
 // engine: processes of the same user. The folder's name names the server.
 func localSecret(temp string, server core.AgentID) string {
 	dir := filepath.Join(temp, storePrefix+string(server))
-	if !ours(dir) {
+	if !isOurs(dir) {
 		return ""
 	}
 	f, err := openPlain(filepath.Join(dir, storeJoin), os.O_RDONLY)
@@ -133,15 +133,15 @@ func localSecret(temp string, server core.AgentID) string {
 		return ""
 	}
 	defer f.Close()
-	secret, err := io.ReadAll(io.LimitReader(f, maxGreeting)) // which is longer than any
+	secret, err := io.ReadAll(io.LimitReader(f, maxHandshakeLine)) // which is longer than any
 	if err != nil {
 		return ""
 	}
 	return strings.TrimSpace(string(secret))
 }
 
-// ours says whether a folder is this user's, and nobody else may enter it.
-func ours(dir string) bool {
+// isOurs says whether a folder is this user's, and nobody else may enter it.
+func isOurs(dir string) bool {
 	stat := os.Lstat
 	if fault.On("bus-store-link") {
 		stat = os.Stat

@@ -27,8 +27,8 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 		t.Fatal(err)
 	}
 	killed.lock.Close() // as the kernel does for a killed process
-	strange := filepath.Join(tmp, storePrefix+"without-a-lock")
-	if err := os.Mkdir(strange, 0o700); err != nil {
+	unlocked := filepath.Join(tmp, storePrefix+"without-a-lock")
+	if err := os.Mkdir(unlocked, 0o700); err != nil {
 		t.Fatal(err)
 	}
 	making, begun := filepath.Join(tmp, storePrefix+"MAKING"+storeNew), filepath.Join(tmp, storePrefix+"BEGUN"+storeNew)
@@ -45,7 +45,7 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for dir, want := range map[string]bool{living.dir: true, killed.dir: false, strange: true, making: true, begun: false, next.dir: true} {
+	for dir, want := range map[string]bool{living.dir: true, killed.dir: false, unlocked: true, making: true, begun: false, next.dir: true} {
 		if _, err := os.Stat(dir); (err == nil) != want {
 			t.Errorf("%s: there %v, want %v", dir, err == nil, want)
 		}

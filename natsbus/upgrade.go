@@ -17,8 +17,8 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// lastWords bounds how long a client may take to end a connection that the server ended.
-const lastWords = 500 * time.Millisecond
+// closeTimeout bounds how long a client may take to end a connection that the server ended.
+const closeTimeout = 500 * time.Millisecond
 
 // Handler is the bootstrap port's GET /nats: it turns an HTTP connection into
 // one of this server's NATS connections.
@@ -36,17 +36,17 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "this is kvconn's control plane: it wants \"Upgrade: nats\"", http.StatusUpgradeRequired)
 		return
 	}
-	u := &upgraded{}
+	u := &clientConn{}
 	from, _ := netip.ParseAddrPort(r.RemoteAddr) // what has no address counts under none
 	if err := s.clients.admit(u, quota.Of(from.Addr())); err != nil {
 		w.Header().Set("Retry-After", "1")
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)
 		return
 	}
-	carried := false
+	proxied := false
 	defer func() {
-		if !carried {
-			s.clients.dismiss(u)
+		if !proxied {
+			s.clients.release(u)
 		}
 	}()
 	peer, rw, err := http.NewResponseController(w).Hijack()
@@ -55,30 +55,30 @@ func (s *Server) upgrade(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer func() {
-		if !carried {
+		if !proxied {
 			_ = hangUp(peer)
 		}
 	}()
-	conn, who, err := s.meet(u, peer, rw.Reader)
+	conn, who, err := s.handshake(u, peer, rw.Reader)
 	if err != nil {
 		s.refuse(peer, err)
 		return
 	}
 	// The HTTP server keeps buffers of some KiB, and a stack that the handshake has made large, until this handler returns.
-	carried = true
-	safe.Go("natsbus.carry", func() {
-		defer s.clients.dismiss(u)
+	proxied = true
+	safe.Go("natsbus.proxy", func() {
+		defer s.clients.release(u)
 		defer func() { _ = hangUp(peer) }()
-		if err := s.carry(u, peer, conn, who); err != nil && !s.clients.isClosed() {
+		if err := s.proxy(u, peer, conn, who); err != nil && !s.clients.isClosed() {
 			s.refuse(peer, err)
 		}
 	})
 }
 
-// meet makes a connection one of the control plane, and lets the client prove what it is.
-func (s *Server) meet(u *upgraded, peer net.Conn, head *bufio.Reader) (*tls.Conn, client, error) {
+// handshake makes a connection one of the control plane, and lets the client prove what it is.
+func (s *Server) handshake(u *clientConn, peer net.Conn, head *bufio.Reader) (*tls.Conn, client, error) {
 	if !s.clients.connected(u, peer, noConn) {
-		return nil, client{}, errPlaceLost
+		return nil, client{}, errEvicted
 	}
 	// This replaces the HTTP server's deadlines, which stay on a hijacked connection.
 	if err := peer.SetDeadline(time.Now().Add(s.opt.proofWithin)); err != nil {
@@ -91,8 +91,8 @@ func (s *Server) meet(u *upgraded, peer net.Conn, head *bufio.Reader) (*tls.Conn
 	who, err := s.prove(conn)
 	switch {
 	case err == nil:
-	case s.clients.lost(u):
-		err = errPlaceLost
+	case s.clients.evicted(u):
+		err = errEvicted
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		err = fmt.Errorf("it did not prove itself within %v", s.opt.proofWithin)
 	}
@@ -109,13 +109,13 @@ func (s *Server) prove(conn *tls.Conn) (client, error) {
 	if err != nil {
 		return client{}, err
 	}
-	r, key, err := s.gate.welcome(conn, state)
+	r, key, err := s.authenticator.authenticate(conn, state)
 	return client{id, r, core.Account(key)}, err
 }
 
 // refuse logs why a client is sent away, and gives it time to read the reason.
 func (s *Server) refuse(peer net.Conn, why error) {
-	_ = peer.SetDeadline(time.Now().Add(lastWords))
+	_ = peer.SetDeadline(time.Now().Add(closeTimeout))
 	if c, ok := peer.(interface{ CloseWrite() error }); ok {
 		_ = c.CloseWrite() // the client may have gone
 	}
@@ -129,13 +129,13 @@ func (s *Server) refuse(peer net.Conn, why error) {
 	})
 }
 
-// carry passes both sides of the protocol on until either end ends. An error says that
+// proxy passes both sides of the protocol on until either end ends. An error says that
 // the client does what no agent does.
-func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) error {
+func (s *Server) proxy(u *clientConn, peer net.Conn, conn *tls.Conn, who client) error {
 	if who.account == "" {
 		who.account = core.Account(u.from.String())
 	}
-	connect, leave, err := s.gate.enter(who)
+	connect, leave, err := s.authenticator.addUser(who)
 	if err != nil {
 		return err
 	}
@@ -149,29 +149,29 @@ func (s *Server) carry(u *upgraded, peer net.Conn, conn *tls.Conn, who client) e
 	if !s.clients.connected(u, peer, inside) || peer.SetDeadline(time.Time{}) != nil {
 		return nil
 	}
-	gave, err := s.clients.letIn(u, who.id, who.right == rightJoin && s.gate.provesRanks())
+	evicted, err := s.clients.promote(u, who.id, who.right == rightJoin && s.authenticator.provesRanks())
 	if err != nil {
 		return &clientError{who.id, err}
 	}
-	if gave != nil {
-		s.gaveUp.Do(func(note string) {
-			s.log.Sugar().Warnf("natsbus: all %d control connections were taken: agent %s gave its one up, since %v has the most%s", s.clients.max, gave.id, gave.from, note)
+	if evicted != nil {
+		s.evictions.Do(func(note string) {
+			s.log.Sugar().Warnf("natsbus: all %d control connections were taken: agent %s gave its one up, since %v has the most%s", s.clients.max, evicted.id, evicted.from, note)
 		})
 	}
 	asked, kept := &share{of: s.unanswered, end: u.close}, &share{of: s.unread, end: u.close}
-	defer asked.leave()
-	defer kept.leave()
-	w := newWindow(asked, s.questions)
-	out := newOutlet(inside, conn, w, kept)
+	defer asked.release()
+	defer kept.release()
+	w := newWindow(asked, s.queries)
+	out := newClientWriter(inside, conn, w, kept)
 	both := make(chan error, 1)
 	safe.Go("natsbus.upgrade", func() {
 		err := out.run()
-		_ = peer.SetReadDeadline(time.Now().Add(lastWords))
+		_ = peer.SetReadDeadline(time.Now().Add(closeTimeout))
 		w.close()
 		_ = inside.Close()
 		both <- err
 	})
-	in := &inlet{from: bufio.NewReaderSize(newPaced(conn), maxCommand), to: bufio.NewWriterSize(inside, writeSize), connect: connect, inbox: inboxOf(who.id), window: w}
+	in := &commandFilter{from: bufio.NewReaderSize(newPaced(conn), maxCommand), to: bufio.NewWriterSize(inside, writeSize), connect: connect, inbox: inboxOf(who.id), window: w}
 	err = in.run()
 	_ = inside.Close()
 	if errors.Is(err, errProtocol) {

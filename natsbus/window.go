@@ -10,10 +10,10 @@ import (
 // window bounds the requests of a client that are not answered yet. While a client has
 // too many, nothing is read from it.
 type window struct {
-	most      int
-	share     *share // of the bytes of the requests
-	questions *questions
-	left      time.Duration
+	most    int
+	share   *share // of the bytes of the requests
+	queries *registryQueries
+	left    time.Duration
 
 	mu      sync.Mutex
 	pending map[string]pendingRequest // by the subject of its answer
@@ -27,7 +27,7 @@ type pendingRequest struct {
 	subj     string // of its answer
 	bytes    int64
 	since    time.Time
-	answered func() // of a question to the registry; else nil
+	answered func() // of a query to the registry; else nil
 }
 
 const (
@@ -37,40 +37,40 @@ const (
 	answerWithin  = 5 * time.Second
 	// perRequest is what a request costs beside its bytes.
 	perRequest = 1 << 10
-	// maxQuestions bounds the questions of all clients for which JetStream has a queue. The
-	// queue keeps what was in it once, with the 64 KiB in which the question was read, and when
+	// maxQueries bounds the queries of all clients for which JetStream has a queue. The
+	// queue keeps what was in it once, with the 64 KiB in which the query was read, and when
 	// it is long it drops everybody's. A client that does not listen hides the answer: after
-	// questionWithin its question does not count any more.
-	maxQuestions   = 4
-	questionWithin = 100 * time.Millisecond
-	// maxQuestion bounds the bytes of one.
-	maxQuestion = 8 << 10
+	// queryTimeout its query does not count any more.
+	maxQueries   = 4
+	queryTimeout = 100 * time.Millisecond
+	// maxQuerySize bounds the bytes of one.
+	maxQuerySize = 8 << 10
 )
 
-// questions are places for the questions of all clients to the registry.
-type questions struct {
-	places chan struct{} // holds a value for each that is taken
+// registryQueries are slots for the queries of all clients to the registry.
+type registryQueries struct {
+	slots  chan struct{} // holds a value for each that is taken
 	within time.Duration
 }
 
-func newQuestions() *questions {
-	return &questions{make(chan struct{}, maxQuestions), questionWithin}
+func newRegistryQueries() *registryQueries {
+	return &registryQueries{make(chan struct{}, maxQueries), queryTimeout}
 }
 
-func newWindow(s *share, q *questions) *window {
-	return &window{most: maxUnanswered, left: answerWithin, share: s, questions: q, pending: map[string]pendingRequest{},
+func newWindow(s *share, q *registryQueries) *window {
+	return &window{most: maxUnanswered, left: answerWithin, share: s, queries: q, pending: map[string]pendingRequest{},
 		over: make(chan struct{})}
 }
 
-// ask waits for a place for a question to the registry. Who waits longest is next.
+// ask waits for a slot for a query to the registry. Who waits longest is next.
 func (w *window) ask() (answered func(), err error) {
 	select {
-	case w.questions.places <- struct{}{}:
+	case w.queries.slots <- struct{}{}:
 	case <-w.over:
 		return nil, errGone
 	}
-	answered = sync.OnceFunc(func() { <-w.questions.places })
-	time.AfterFunc(w.questions.within, answered)
+	answered = sync.OnceFunc(func() { <-w.queries.slots })
+	time.AfterFunc(w.queries.within, answered)
 	return answered, nil
 }
 
@@ -78,8 +78,8 @@ var errGone = errors.New("the client has gone")
 
 // open waits for a place for a message, and counts its bytes: a request's until it is
 // answered, an answer's until done is called. Agents name another subject for each answer:
-// requests with one subject would count as one. A question is one to the registry.
-func (w *window) open(reply string, size int64, question bool) (done func(), err error) {
+// requests with one subject would count as one. A query is a request to the registry.
+func (w *window) open(reply string, size int64, query bool) (done func(), err error) {
 	size += perRequest
 	if reply == "" {
 		w.share.add(size)
@@ -101,13 +101,13 @@ func (w *window) open(reply string, size int64, question bool) (done func(), err
 		if len(w.pending) >= w.most || now.Sub(w.swept) >= w.left { // an agent does not answer all: the bytes of those count no longer either
 			oldest = w.sweep(now)
 		}
-		if room := len(w.pending) < w.most; room && question && answered == nil {
+		if buf := len(w.pending) < w.most; buf && query && answered == nil {
 			w.mu.Unlock()
 			if answered, err = w.ask(); err != nil {
 				return nil, err
 			}
 			continue
-		} else if room {
+		} else if buf {
 			w.pending[reply] = pendingRequest{reply, size, now, answered}
 			w.mu.Unlock()
 			w.share.add(size)
@@ -133,12 +133,12 @@ func (w *window) answered(subj []byte) {
 	defer w.mu.Unlock()
 	if p, ok := w.pending[string(subj)]; ok {
 		w.forget(p)
-		w.stir()
+		w.wakeUp()
 	}
 }
 
-// stir ends the wait for a place; w.mu is held.
-func (w *window) stir() {
+// wakeUp ends the wait for a place; w.mu is held.
+func (w *window) wakeUp() {
 	if w.freed != nil {
 		close(w.freed)
 		w.freed = nil
@@ -173,7 +173,7 @@ func (w *window) close() {
 	defer w.mu.Unlock()
 	if !w.gone {
 		w.gone = true
-		w.stir()
+		w.wakeUp()
 		close(w.over)
 	}
 }

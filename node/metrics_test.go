@@ -78,7 +78,7 @@ func TestMetricsOfACluster(t *testing.T) {
 	c := testConfig(RolePrefill)
 	c.NATSURL, c.AdvertiseHost = nettest.NewNATS(t).URL(), "127.0.0.1"
 	p := open(t, c)
-	for _, reason := range []string{"plain", "version", "forged", "repeated", "foreign", "unknown", "crowded", "strange"} {
+	for _, reason := range []string{"plain", "version", "forged", "repeated", "foreign", "unknown", "queue_full", "invalid"} {
 		want := fmt.Sprintf(`kvconn_cluster_refused_total{dp_rank="0",engine_id="engine-prefill",pp_rank="0",reason=%q,tp_rank="0"} 0`, reason)
 		if page := scrape(t, p); !strings.Contains(string(page), want+"\n") {
 			t.Errorf("the page lacks %s:\n%s", want, page)

@@ -117,7 +117,7 @@ func (r *receiver) portDown(p *localPort, cause error) {
 			}
 		}
 		if len(src.broken) > 0 {
-			src.greet()
+			src.requestConnect()
 		}
 		src.mu.Unlock()
 	}
@@ -132,8 +132,8 @@ func (r *receiver) portUp(p *localPort) {
 			if !slices.Contains(src.up, p.index) {
 				src.up = append(src.up, p.index)
 			}
-			src.greetAt, src.backoff = time.Time{}, 0
-			src.greet()
+			src.requestAt, src.backoff = time.Time{}, 0
+			src.requestConnect()
 		}
 		src.mu.Unlock()
 	}

@@ -40,10 +40,10 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 		}
 		rep := r.t.describe()
 		rep.Secret = src.secret
-		src.vain = false
+		src.tooEarly = false
 		if err := r.t.forgotten(); err != nil {
 			rep.Ports, rep.Devices, rep.Lacks = nil, nil, shorten(err.Error())
-			src.vain = true
+			src.tooEarly = true
 		}
 		return rep, nil
 	case signalConnected:
@@ -52,7 +52,7 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 		case err == nil:
 			src.connected(s)
 		case len(s.Lanes) == 0 && s.Reason != "": // P found no way to the memory of before
-			src.again()
+			src.requestAgain()
 		default:
 			return nil, err
 		}
@@ -95,7 +95,7 @@ func (src *source) dismissed(s *signal) (*reply, error) {
 		return nil, err
 	}
 	src.r.t.goRun("rdma dismissed", func() {
-		src.lose(fmt.Errorf("rdma: prefill agent %s has ended the connection: %s", src.peer, s.Reason))
+		src.disconnect(fmt.Errorf("rdma: prefill agent %s has ended the connection: %s", src.peer, s.Reason))
 	})
 	return &reply{}, nil
 }
@@ -205,10 +205,10 @@ func (src *source) connected(s *signal) {
 		src.watch()
 	case s.Reason == "": // P closed its lanes because it had nothing to write; it opens others when it has something
 		src.settle(nil)
-	case src.vain && src.r.t.forgotten() == nil: // the memory was registered after P had looked
-		src.again()
+	case src.tooEarly && src.r.t.forgotten() == nil: // the memory was registered after P had looked
+		src.requestAgain()
 	default: // P gives up what it was writing
-		tell := src.losing(fmt.Errorf("%w: rdma: prefill agent %s reaches none of this agent's ports: %s", core.ErrConnectionLost, src.peer, s.Reason))
+		tell := src.disconnecting(fmt.Errorf("%w: rdma: prefill agent %s reaches none of this agent's ports: %s", core.ErrConnectionLost, src.peer, s.Reason))
 		src.r.t.goRun("rdma no path", tell)
 	}
 }

@@ -104,7 +104,7 @@ func (cn *conn) remove(l *lane) bool {
 	cn.lanes = append(cn.lanes[:i:i], cn.lanes[i+1:]...)
 	l.broken = true
 	if len(cn.lanes) == 0 {
-		cn.on(eventBare)
+		cn.on(eventNoLanes)
 	}
 	l.drop(func() { cn.update(func(cn *conn) { cn.quiet(l) }) })
 	return true
@@ -135,7 +135,7 @@ func (cn *conn) arrived(lanes []uint32, seqs []uint64, rep *reply) error {
 			}
 		}
 	}
-	cn.told(rep) // last, since the grant of a transfer that has arrived is dead too
+	cn.grantsReceived(rep) // last, since the grant of a transfer that has arrived is dead too
 	return nil
 }
 
@@ -175,24 +175,24 @@ func (cn *conn) again() {
 	}
 }
 
-// lose closes all lanes and fails all writes. D may connect again.
-func (cn *conn) lose(cause error) {
+// disconnect closes all lanes and fails all writes. D may connect again.
+func (cn *conn) disconnect(cause error) {
 	for _, l := range append([]*lane(nil), cn.lanes...) {
 		cn.remove(l)
 		cn.flush(l)
 	}
-	cn.there = nil
+	cn.remote = nil
 	for w := range cn.writes {
 		cn.fail(w, cause)
 	}
-	if cn.on(eventLost) == stateBare {
-		cn.fell = cause
+	if cn.on(eventLost) == stateNoLanes {
+		cn.downCause = cause
 	}
 	cn.tasks &^= makeLanes
 }
 
-// kill remembers that a grant is used up or revoked.
-func (cn *conn) kill(seq uint64) {
+// killGrant remembers that a grant is used up or revoked.
+func (cn *conn) killGrant(seq uint64) {
 	if seq >= cn.grants.below {
 		cn.grants.dead[seq] = true
 	}
@@ -205,7 +205,7 @@ func (cn *conn) kill(seq uint64) {
 // on their way; tellDrained tells D when they have none.
 func (cn *conn) drain(m *signal) (pending []uint64) {
 	for _, seq := range m.Seqs {
-		cn.kill(seq)
+		cn.killGrant(seq)
 		w := cn.bySeq[seq]
 		switch {
 		case len(cn.lost) > 0: // bytes of the lost lanes may land until D has ended them
@@ -256,12 +256,12 @@ func (cn *conn) tellDrained() {
 	}
 }
 
-// told takes D's list of the grants that are alive. A D without lanes revokes without
+// grantsReceived takes D's list of the grants that are alive. A D without lanes revokes without
 // telling P, so stripes that wait for a lane learn of it here. A grant is also dead once
 // its transfer has arrived. So nothing follows for stripes that are under way, nor for
 // lost ones before D has said whether they arrived.
-func (cn *conn) told(rep *reply) {
-	cn.grants.told(rep.Next, rep.Live)
+func (cn *conn) grantsReceived(rep *reply) {
+	cn.grants.update(rep.Next, rep.Live)
 	if len(cn.lost) > 0 {
 		return
 	}

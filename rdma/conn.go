@@ -20,8 +20,8 @@ type conn struct {
 
 	mu     sync.Mutex
 	state  state
-	ended  error // why the connection has ended
-	there  *far  // D's ports and keys; nil where the state says that P has none
+	ended  error       // why the connection has ended
+	remote *remoteInfo // D's ports and keys; nil where the state says that P has none
 	lanes  []*lane
 	lastID uint32 // of a lane
 	paths  map[pathKey]*path
@@ -29,21 +29,21 @@ type conn struct {
 	bySeq  map[uint64]*write
 	grants grants
 
-	lost  []uint32 // lanes that broke, until D has ended its side of them
-	broke error    // why the last of them broke
-	tasks tasks
-	mends bool        // the goroutine of mend runs
-	used  time.Time   // when something was written last
-	sleep *time.Timer // closes the lanes when nothing was written for Config.Idle
-	looks *time.Timer // runs while requests are under way, and ends lanes that complete none
+	lost         []uint32 // lanes that broke, until D has ended its side of them
+	broke        error    // why the last of them broke
+	tasks        tasks
+	reconnecting bool        // the goroutine of reconnectLoop runs
+	used         time.Time   // when something was written last
+	sleep        *time.Timer // closes the lanes when nothing was written for Config.Idle
+	looks        *time.Timer // runs while requests are under way, and ends lanes that complete none
 
 	held    []uint64 // grants as in drained, but D must end its side of lost lanes first
 	drained []uint64 // grants of which nothing is on its way any more; D is to be told
 	tells   bool     // the goroutine of tellDrained runs
 
 	// Left by update, to be done without the lock.
-	outcomes []*write
-	fell     error
+	outcomes  []*write
+	downCause error
 
 	// Scratch of pump. Of all plans that are written to D no more pieces are held than window has.
 	chain  [maxChain]verbs.Write
@@ -61,35 +61,35 @@ func newConn(t *Transport, peer core.AgentID) *conn {
 
 // update runs f with the lock held. Then, without the lock, it tells the outcomes that f left.
 func (cn *conn) update(f func(cn *conn)) {
-	outcomes, fell := cn.locked(f)
+	outcomes, downCause := cn.locked(f)
 	for _, w := range outcomes {
 		cn.t.sender.outcome(w)
 	}
-	if fell != nil {
-		cn.t.down(cn.peer, fell)
+	if downCause != nil {
+		cn.t.down(cn.peer, downCause)
 	}
 }
 
 // locked releases the lock also when f panics, because Close must still stop the bytes.
-func (cn *conn) locked(f func(cn *conn)) (outcomes []*write, fell error) {
+func (cn *conn) locked(f func(cn *conn)) (outcomes []*write, downCause error) {
 	cn.mu.Lock()
 	defer cn.mu.Unlock()
 	f(cn)
-	cn.kick()
+	cn.startReconnect()
 	if invariants.Enabled {
 		cn.check()
 	}
-	outcomes, fell = cn.outcomes, cn.fell
-	cn.outcomes, cn.fell = nil, nil
+	outcomes, downCause = cn.outcomes, cn.downCause
+	cn.outcomes, cn.downCause = nil, nil
 	if len(cn.drained) > 0 && !cn.tells {
 		cn.tells = cn.t.goRun("rdma drained", cn.tellDrained)
 	}
-	return outcomes, fell
+	return outcomes, downCause
 }
 
-// greeted takes D's greeting: D asks for lanes, and names its lanes that broke and its
+// helloReceived takes D's hello: D asks for lanes, and names its lanes that broke and its
 // ports that became active.
-func (cn *conn) greeted(broken []uint32, up []int) {
+func (cn *conn) helloReceived(broken []uint32, up []int) {
 	for _, id := range broken {
 		for _, l := range cn.lanes {
 			if l.id == id {
@@ -98,7 +98,7 @@ func (cn *conn) greeted(broken []uint32, up []int) {
 			}
 		}
 	}
-	cn.on(eventGreeted)
+	cn.on(eventHello)
 	if len(up) > 0 {
 		cn.portUp(func(k pathKey) bool { return slices.Contains(up, k.remote) })
 	}
@@ -106,7 +106,7 @@ func (cn *conn) greeted(broken []uint32, up []int) {
 }
 
 // portUp ends the pauses of a port's paths. If no lane is open at the port, P makes some,
-// except in the state bare, in which the next write makes them.
+// except in the state noLanes, in which the next write makes them.
 func (cn *conn) portUp(at func(pathKey) bool) {
 	now := time.Now()
 	for key, r := range cn.paths {
@@ -127,7 +127,7 @@ func (l *lane) pathKey() pathKey { return pathKey{l.port.index, l.remote} }
 func (cn *conn) path(c *planned) *path {
 	r := cn.paths[c.key]
 	if r == nil {
-		r = newPath(float64(min(c.local.state.Load().speed, c.far.Speed)))
+		r = newPath(float64(min(c.local.state.Load().speed, c.remote.Speed)))
 		cn.paths[c.key] = r
 	}
 	return r
@@ -140,7 +140,7 @@ func (cn *conn) end(cause error, why string) {
 			return
 		}
 		cn.ended = cause
-		cn.lose(cause)
+		cn.disconnect(cause)
 		for _, timer := range []*time.Timer{cn.sleep, cn.looks} {
 			if timer != nil {
 				timer.Stop()

@@ -41,7 +41,7 @@ func newTestConn(t *testing.T, lanes int) *conn {
 		cn.lanes = append(cn.lanes, l)
 	}
 	cn.lastID = uint32(lanes)
-	cn.there, cn.state = &far{}, stateBare
+	cn.remote, cn.state = &remoteInfo{}, stateNoLanes
 	if lanes > 0 {
 		cn.on(eventLane)
 	}
@@ -75,7 +75,7 @@ func (cn *conn) holdDestroy(l *lane) (release func()) {
 // ended its side. Before that, D must not hear that a revoked transfer has ended.
 func TestDrainedAfterLoss(t *testing.T) {
 	cn := newTestConn(t, 2)
-	cn.mends, cn.tells = true, true // the test does their work
+	cn.reconnecting, cn.tells = true, true // the test does their work
 	l := cn.lanes[0]
 	w := cn.testWrite("t", 7, l, 3)
 	cn.mu.Lock()
@@ -98,7 +98,7 @@ func TestDrainedAfterLoss(t *testing.T) {
 // TestConfirmedByTwo: D's message that all is over crosses D's answer about some lanes.
 func TestConfirmedByTwo(t *testing.T) {
 	cn := newTestConn(t, 3)
-	cn.mends, cn.tells = true, true
+	cn.reconnecting, cn.tells = true, true
 	cn.mu.Lock()
 	defer cn.mu.Unlock()
 	cn.breakLane(cn.lanes[0], errors.New("test"))
@@ -115,7 +115,7 @@ func TestConfirmedByTwo(t *testing.T) {
 // or in use, must not have D asked again and again while something is written.
 func TestRetryOncePerPause(t *testing.T) {
 	cn := newTestConn(t, 1)
-	cn.mends = true
+	cn.reconnecting = true
 	cn.testWrite("t", 7, cn.lanes[0], 1)
 	r := newPath(1e9)
 	r.fail(time.Now().Add(-time.Minute), errors.New("test"))
@@ -167,7 +167,7 @@ func TestWrittenWaitsForReads(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			cn := newTestConn(t, 2)
-			cn.mends, cn.tells = true, true
+			cn.reconnecting, cn.tells = true, true
 			l := cn.lanes[0]
 			w := cn.testWrite("t", 7, l, 3)
 			release := cn.holdDestroy(l)
@@ -205,14 +205,14 @@ func TestWrittenWaitsForReads(t *testing.T) {
 // returned. The agent's other half does not wait for that: its lanes close at once.
 func TestCloseTellsAll(t *testing.T) {
 	cn := newTestConn(t, 1)
-	cn.mends, cn.tells = true, true
+	cn.reconnecting, cn.tells = true, true
 	s := &cn.t.sender
 	s.mu.Lock()
 	s.conns[cn.peer] = cn
 	s.mu.Unlock()
 	cn.mu.Lock()
 	cn.lanes = nil // the write waits for a lane
-	cn.on(eventBare)
+	cn.on(eventNoLanes)
 	cn.mu.Unlock()
 	s.write(core.WriteOp{ID: "t", Peer: cn.peer})
 	outcomes, _ := cn.locked(func(cn *conn) {
@@ -249,7 +249,7 @@ func TestCloseTellsAll(t *testing.T) {
 // no other. A lane that completes something now and then is kept.
 func TestStall(t *testing.T) {
 	cn := newTestConn(t, 3)
-	cn.mends, cn.tells = true, true
+	cn.reconnecting, cn.tells = true, true
 	cn.t.cfg.StallTimeout = time.Hour // the test looks
 	stuck, slow, idle := cn.lanes[0], cn.lanes[1], cn.lanes[2]
 	cn.testWrite("stuck", 7, stuck, 1)
@@ -296,13 +296,13 @@ func TestPortUp(t *testing.T) {
 	}{
 		{"lanes at another port", func(*conn) {}, true},
 		{"a lane is at it", func(cn *conn) { cn.lanes[0].remote = 1 }, false},
-		{"at rest", func(cn *conn) { cn.lanes, cn.state = nil, stateBare }, false},
-		{"none was reached", func(cn *conn) { cn.lanes, cn.there, cn.state = nil, nil, stateDown }, true},
-		{"nobody has asked yet", func(cn *conn) { cn.lanes, cn.there, cn.state = nil, nil, stateNew }, false},
+		{"at rest", func(cn *conn) { cn.lanes, cn.state = nil, stateNoLanes }, false},
+		{"none was reached", func(cn *conn) { cn.lanes, cn.remote, cn.state = nil, nil, stateDown }, true},
+		{"nobody has asked yet", func(cn *conn) { cn.lanes, cn.remote, cn.state = nil, nil, stateNew }, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			cn := newTestConn(t, 1)
-			cn.mends = true
+			cn.reconnecting = true
 			mine, other := long(cn, pathKey{0, 1}), long(cn, pathKey{1, 0})
 			cn.mu.Lock()
 			defer cn.mu.Unlock()
@@ -325,15 +325,15 @@ func TestPortUp(t *testing.T) {
 // TestShortPath: a path that has lost one of its lanes gets another.
 func TestShortPath(t *testing.T) {
 	cn := newTestConn(t, 1)
-	cn.mends = true
+	cn.reconnecting = true
 	p := cn.lanes[0].port
 	p.dev.memory.Store(&memory{})
 	address := portAddress{Name: "x", Link: verbs.LinkEthernet, Index: -1, GIDs: []gid{gidOf(1, verbs.GIDRoCEv2, "10.0.0.1")}}
 	p.state.Store(&portState{up: true, mtu: 4096, speed: 1e9, address: address})
 	cn.t.ports = []*localPort{p}
-	there := &far{ports: map[int]*portInfo{0: {Index: 0, Link: uint8(verbs.LinkEthernet), Forced: -1, GIDs: []gidInfo{{1, address.GIDs[0].Raw, uint8(verbs.GIDRoCEv2)}}}}}
+	remote := &remoteInfo{ports: map[int]*portInfo{0: {Index: 0, Link: uint8(verbs.LinkEthernet), Forced: -1, GIDs: []gidInfo{{1, address.GIDs[0].Raw, uint8(verbs.GIDRoCEv2)}}}}}
 	cn.paths[pathKey{}] = cn.lanes[0].path
-	ask := func() ([]*planned, []error) { return cn.plan(there, map[pathKey]bool{}, cn.due()) }
+	ask := func() ([]*planned, []error) { return cn.plan(remote, map[pathKey]bool{}, cn.due()) }
 	for qps, lacks := range map[int]int{1: 0, 2: 1, 4: 3} {
 		cn.t.cfg.QueuePairs = qps
 		got := 0
@@ -370,13 +370,13 @@ func TestArrivedAndDead(t *testing.T) {
 		}, true, core.ErrNotExpected},
 		{"other lanes are made before D was asked what had arrived", func(cn *conn, l *lane) {
 			cn.breakLane(l, errors.New("test"))
-			cn.told(&reply{Next: 9})
+			cn.grantsReceived(&reply{Next: 9})
 		}, false, nil},
-		{"other lanes are made while it is under way", func(cn *conn, l *lane) { cn.told(&reply{Next: 9}) }, false, nil},
+		{"other lanes are made while it is under way", func(cn *conn, l *lane) { cn.grantsReceived(&reply{Next: 9}) }, false, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			cn := newTestConn(t, 2)
-			cn.mends, cn.tells = true, true
+			cn.reconnecting, cn.tells = true, true
 			w := cn.testWrite("t", 7, cn.lanes[0], 3)
 			cn.update(func(cn *conn) { c.word(cn, cn.lanes[0]) })
 			if w.over != c.ends || !errors.Is(w.cause, c.want) {

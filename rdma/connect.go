@@ -31,9 +31,9 @@ func (cn *conn) connect() error {
 	cn.mu.Lock()
 	cn.tasks &^= makeLanes
 	cn.mu.Unlock()
-	there, why := cn.t.cfg.newFar(rep)
+	remote, why := cn.t.cfg.newRemoteInfo(rep)
 	if why == nil {
-		if why, err = cn.connectTo(there, due); err != nil {
+		if why, err = cn.connectTo(remote, due); err != nil {
 			cn.mu.Lock()
 			defer cn.mu.Unlock()
 			cn.tasks |= makeLanes // this is still to be done
@@ -92,34 +92,34 @@ func (cn *conn) sayConnected(secret []byte, why error) error {
 // port in common: plan names the paths, make opens P's ends, exchange has D open its
 // ends, and probe takes the lanes that carry bytes into use. why says why other lanes
 // could not be made; err says that D could not be asked.
-func (cn *conn) connectTo(there *far, due map[pathKey]bool) (why, err error) {
+func (cn *conn) connectTo(remote *remoteInfo, due map[pathKey]bool) (why, err error) {
 	cn.update(func(cn *conn) {
-		if cn.there != nil && string(cn.there.secret) != string(there.secret) {
-			cn.lose(fmt.Errorf("rdma: decode agent %s has opened anew: %w", cn.peer, core.ErrConnectionLost))
+		if cn.remote != nil && string(cn.remote.secret) != string(remote.secret) {
+			cn.disconnect(fmt.Errorf("rdma: decode agent %s has opened anew: %w", cn.peer, core.ErrConnectionLost))
 		}
-		if cn.there == nil {
+		if cn.remote == nil {
 			cn.grants = grants{dead: map[uint64]bool{}}
 		}
 		if cn.on(eventPorts) != stateEnded {
-			cn.there = there
+			cn.remote = remote
 		}
 	})
 	tried := map[pathKey]bool{}
 	var causes []error
 	for round := 0; ; round++ {
-		plan, unreachable := cn.plan(there, tried, due)
+		plan, unreachable := cn.plan(remote, tried, due)
 		causes = append(causes, unreachable...)
 		if len(plan) == 0 {
 			return allOf(causes...), nil
 		}
 		if round > 0 && cn.hasLanes() { // D can use these now; the other paths may take long
-			_ = cn.sayConnected(there.secret, nil)
+			_ = cn.sayConnected(remote.secret, nil)
 		}
-		made, unmade := cn.make(there, plan)
-		if err := cn.exchange(there, made); err != nil {
+		made, unmade := cn.make(remote, plan)
+		if err := cn.exchange(remote, made); err != nil {
 			return nil, err
 		}
-		cn.probe(there, made)
+		cn.probe(remote, made)
 		causes = append(append(causes, unmade...), cn.judge(plan, made)...)
 		if cn.t.ctx.Err() != nil {
 			return nil, errClosed
@@ -133,8 +133,8 @@ func (cn *conn) hasLanes() bool {
 	return len(cn.lanes) > 0
 }
 
-// far holds the ports and keys that D has told. It does not change.
-type far struct {
+// remoteInfo holds the ports and keys that D has told. It does not change.
+type remoteInfo struct {
 	secret  []byte
 	ports   map[int]*portInfo
 	tables  map[int]*keyTable // by D's port, as scratch is
@@ -145,20 +145,20 @@ type far struct {
 }
 
 // epoch names D's keys in P's words about lanes: D's secret, which is another when the keys are.
-func (f *far) epoch() []byte {
+func (f *remoteInfo) epoch() []byte {
 	if f == nil {
 		return nil
 	}
 	return f.secret
 }
 
-// newFar checks the ports and keys that D tells. It leaves out addresses that this agent may not
+// newRemoteInfo checks the ports and keys that D tells. It leaves out addresses that this agent may not
 // send to.
-func (c *Config) newFar(rep *reply) (*far, error) {
+func (c *Config) newRemoteInfo(rep *reply) (*remoteInfo, error) {
 	if len(rep.Secret) != secretSize {
 		return nil, fmt.Errorf("a secret of %d bytes, want %d", len(rep.Secret), secretSize)
 	}
-	f := &far{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}, scratch: map[int]keyInfo{}, areas: map[int][]keyInfo{}, refused: map[int]error{}, gpus: rep.GPUs}
+	f := &remoteInfo{secret: rep.Secret, ports: map[int]*portInfo{}, tables: map[int]*keyTable{}, scratch: map[int]keyInfo{}, areas: map[int][]keyInfo{}, refused: map[int]error{}, gpus: rep.GPUs}
 	regions := make([]memRange, len(rep.Regions))
 	for i, r := range rep.Regions {
 		regions[i] = memRange(r)

@@ -64,7 +64,7 @@ func TestDealRandom(t *testing.T) {
 					weights[k] = float64(rnd.IntN(3))
 				}
 				w.given += uint64(to-given) * chunk
-				g := gift{pairs: chunks(given, to, n)}
+				g := writePart{pairs: chunks(given, to, n)}
 				if rnd.IntN(2) == 0 {
 					g.plan = coretest.Planned(core.WriteOp{Pairs: g.pairs, At: []kv.Extent{{Position: uint64(given) * chunk, Pairs: to - given}}}).Plan
 				}

@@ -47,7 +47,7 @@ const mostNamed = 3
 // peer are its other end.
 func (j *job) regions(layout *kv.Layout) string {
 	var names []string
-	for _, s := range j.cursor.given {
+	for _, s := range j.cursor.ranges {
 		left := s.length + s.skip
 		for _, p := range s.pairs[s.first:] {
 			if name := fmt.Sprintf("%q", layout.Regions[p.SrcRegion].Name); !slices.Contains(names, name) {

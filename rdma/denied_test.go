@@ -20,12 +20,12 @@ import (
 func deniedRig(t *testing.T) (cn *conn, l *lane, other, bad *write) {
 	t.Helper()
 	cn = newTestConn(t, 2)
-	cn.mends, cn.tells = true, true
+	cn.reconnecting, cn.tells = true, true
 	cn.t.layout = &kv.Layout{Regions: []kv.Region{{Name: "a"}, {Name: "b"}, {Name: "c"}}}
 	l = cn.lanes[0]
 	other, bad = cn.testWrite("other", 7, l, 3), cn.testWrite("bad", 8, l, 3)
 	pairs := []kv.Pair{{SrcRegion: 0, Length: 64}, {SrcRegion: 1, Length: 64}, {SrcRegion: 2, Length: 64}}
-	bad.jobs[0].cursor.given = []stretch{{pairs: pairs, first: 1, skip: 4, length: 60}}
+	bad.jobs[0].cursor.ranges = []stripeRange{{pairs: pairs, first: 1, skip: 4, length: 60}}
 	return cn, l, other, bad
 }
 
@@ -74,8 +74,8 @@ func TestMemoryThatThePeerRefuses(t *testing.T) {
 	}
 }
 
-// TestFailuresOfTheWayEndNoWrite: failures of the way say nothing of memory.
-func TestFailuresOfTheWayEndNoWrite(t *testing.T) {
+// TestPathFailuresEndNoWrite: failures of the way say nothing of memory.
+func TestPathFailuresEndNoWrite(t *testing.T) {
 	for _, status := range []verbs.Status{verbs.RetryExceeded, verbs.Flushed, verbs.RNRExceeded, verbs.Fatal} {
 		cn, l, other, bad := deniedRig(t)
 		cn.mu.Lock()

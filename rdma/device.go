@@ -21,11 +21,11 @@ type device struct {
 	ports []*localPort
 	limit writeLimits
 
-	mu     sync.Mutex // held while the memory is registered, and by close
-	closed bool
-	memory atomic.Pointer[memory] // nil: not registered
-	lame   atomic.Bool            // it lacks the GPUs' memory
-	keeps  bool                   // memory of before cannot be deregistered
+	mu        sync.Mutex // held while the memory is registered, and by close
+	closed    bool
+	memory    atomic.Pointer[memory] // nil: not registered
+	lacksGPUs atomic.Bool            // it lacks the GPUs' memory
+	keeps     bool                   // memory of before cannot be deregistered
 }
 
 // localPort is a port that the configuration selects.
@@ -42,7 +42,7 @@ type localPort struct {
 
 // usable says whether lanes can be made at the port now.
 func (p *localPort) usable() bool {
-	return p.state.Load().up && p.dev.memory.Load() != nil && !p.dev.lame.Load()
+	return p.state.Load().up && p.dev.memory.Load() != nil && !p.dev.lacksGPUs.Load()
 }
 
 // inactive says why the port cannot be used, and the remedy; nil if it is active.
@@ -240,7 +240,7 @@ func (t *Transport) describe() *reply {
 	indexes := map[*device]int{}
 	for _, p := range t.ports {
 		s, m := p.state.Load(), p.dev.memory.Load()
-		if !s.up || m == nil || p.dev.lame.Load() {
+		if !s.up || m == nil || p.dev.lacksGPUs.Load() {
 			continue
 		}
 		index, listed := indexes[p.dev]

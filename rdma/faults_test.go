@@ -169,7 +169,7 @@ func TestReplacedReceiver(t *testing.T) {
 	for _, id := range []string{"decode", "decode anew"} {
 		t.Run(id, func(t *testing.T) {
 			leaktest.Check(t)
-			b := newBoard()
+			b := newSignalBus()
 			cfg := rdma.DefaultConfig()
 			p, d := b.openOn(t, "prefill", newMemory(t), cfg), b.openOn(t, "decode", newMemory(t), cfg)
 			d.connect(p)
@@ -208,7 +208,7 @@ func TestPortUpLater(t *testing.T) {
 	for i := range paths() {
 		cutLink(t, i)
 	}
-	b, cfg := newBoard(), rdma.DefaultConfig()
+	b, cfg := newSignalBus(), rdma.DefaultConfig()
 	cfg.Fallback = true
 	p, d := b.openOn(t, "prefill", newMemory(t), cfg), b.openOn(t, "decode", newMemory(t), cfg)
 	ticket, err := p.tr.Admit(d.id)
@@ -262,7 +262,7 @@ func TestQueuePairReplaced(t *testing.T) {
 	}
 	// That one is missing for a moment is not looked for: on a slow machine it is replaced before anybody looks.
 	await("it is replaced", func() bool {
-		there := slices.DeleteFunc(p.tr.Sending(), func(lane any) bool { return !slices.Contains(before, lane) })
-		return lanes() == want && len(there) == len(before)-1
+		remote := slices.DeleteFunc(p.tr.Sending(), func(lane any) bool { return !slices.Contains(before, lane) })
+		return lanes() == want && len(remote) == len(before)-1
 	})
 }

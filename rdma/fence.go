@@ -150,7 +150,7 @@ func (src *source) cutOff(list []*expect) {
 	src.mu.Lock()
 	dying := src.cut()
 	if len(src.broken) > 0 {
-		src.greet()
+		src.requestConnect()
 	}
 	src.mu.Unlock()
 	await(dying)
@@ -180,7 +180,7 @@ func (r *receiver) dismiss(peer core.AgentID) {
 	r.mu.Unlock()
 	if src != nil {
 		src.leave("this decode agent has dismissed it")
-		src.loseAll(errDismissed) // also those that have not begun, since P will never come back
+		src.disconnectAll(errDismissed) // also those that have not begun, since P will never come back
 	}
 }
 
@@ -246,7 +246,7 @@ func (src *source) close() {
 		if !e.ended {
 			e.ended = true
 			if e.lands != nil {
-				src.r.untold(e)
+				src.r.keepFailure(e)
 			}
 			close(e.told)
 		}
@@ -254,8 +254,8 @@ func (src *source) close() {
 	}
 }
 
-// untold keeps for a Revoke that bytes of a transfer may land for ever.
-func (r *receiver) untold(e *expect) {
+// keepFailure keeps for a Revoke that bytes of a transfer may land for ever.
+func (r *receiver) keepFailure(e *expect) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.telling[e.id] = e

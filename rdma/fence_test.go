@@ -184,7 +184,7 @@ func TestUnflushed(t *testing.T) {
 		switch id {
 		case "lost":
 			e.begun = time.Now()
-			src.lose(errors.New("a test"))
+			src.disconnect(errors.New("a test"))
 		case "arrived":
 			src.mu.Lock()
 			r.take(e)

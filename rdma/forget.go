@@ -22,29 +22,29 @@ func (d *device) forget(log *zap.Logger) {
 	if m == nil || d.closed || len(m.gpu) == 0 {
 		return
 	}
-	d.lame.Store(true)
+	d.lacksGPUs.Store(true)
 	if defect.On("rdma-keeps-memory") {
 		return
 	}
-	bare := m.without()
+	stripped := m.without()
 	if err := closeAll(m.gpu); err != nil {
 		log.Error("rdma device keeps a GPU's memory, and is not used any more", zap.String("device", d.name), zap.Error(err))
-		d.keeps, bare.mrs = true, m.mrs // closed once more with the device
+		d.keeps, stripped.mrs = true, m.mrs // closed once more with the device
 	}
-	d.memory.Store(bare)
+	d.memory.Store(stripped)
 }
 
 // without is the memory without the GPUs'.
 func (m *memory) without() *memory {
-	bare := *m
-	bare.gpu, bare.keys, bare.local, bare.by = nil, nil, nil, ""
-	bare.mrs = nil
+	stripped := *m
+	stripped.gpu, stripped.keys, stripped.local, stripped.by = nil, nil, nil, ""
+	stripped.mrs = nil
 	for _, mr := range m.mrs {
 		if !slices.Contains(m.gpu, mr) {
-			bare.mrs = append(bare.mrs, mr)
+			stripped.mrs = append(stripped.mrs, mr)
 		}
 	}
-	return &bare
+	return &stripped
 }
 
 // renew registers the GPUs' memory of now. If it fails, the device has none of it.
@@ -58,7 +58,7 @@ func (d *device) renew(r *registry, exports []*export) error {
 	case d.keeps:
 		return fmt.Errorf("device %s still has the memory of before", d.name)
 	case defect.On("rdma-keeps-memory"):
-		d.lame.Store(false)
+		d.lacksGPUs.Store(false)
 		return nil
 	case len(m.gpu) > 0:
 		return fmt.Errorf("device %s has not forgotten the memory of before", d.name)
@@ -76,7 +76,7 @@ func (d *device) renew(r *registry, exports []*export) error {
 		return err
 	}
 	d.memory.Store(&fresh)
-	d.lame.Store(false)
+	d.lacksGPUs.Store(false)
 	return nil
 }
 
@@ -92,8 +92,8 @@ func (cn *conn) forget(cause error) {
 		cn.remove(l)
 		cn.flush(l)
 	}
-	tells := cn.there != nil || cn.tasks&makeLanes != 0
-	cn.there = nil
+	tells := cn.remote != nil || cn.tasks&makeLanes != 0
+	cn.remote = nil
 	cn.on(eventLost)
 	if tells {
 		cn.tasks |= makeLanes
@@ -133,7 +133,7 @@ func (src *source) forget(cause error) {
 	src.renewed = true
 	owed := src.owed
 	src.owed = false // nothing is wrong with P
-	tell := src.losing(cause)
+	tell := src.disconnecting(cause)
 	src.owed = owed
 	src.mu.Unlock()
 	tell()
@@ -144,7 +144,7 @@ func (src *source) returned() {
 	src.mu.Lock()
 	defer src.mu.Unlock()
 	if src.cause != nil {
-		src.greetAt, src.backoff = time.Time{}, 0
-		src.greet()
+		src.requestAt, src.backoff = time.Time{}, 0
+		src.requestConnect()
 	}
 }

@@ -98,13 +98,13 @@ type gpuSide struct {
 const gpuBlock = 16 << 10
 
 // newGPUSide opens an agent over memory at an address.
-func newGPUSide(t *testing.T, b *board, id core.AgentID, name string, addr uintptr, bytes int, device bool, change func(*rdma.Config)) (*gpuSide, error) {
+func newGPUSide(t *testing.T, b *signalBus, id core.AgentID, name string, addr uintptr, bytes int, device bool, change func(*rdma.Config)) (*gpuSide, error) {
 	t.Helper()
 	l, err := kv.NewLayout([]kv.Region{{Name: name, Base: uint64(addr), BlockStride: gpuBlock, BlockBytes: gpuBlock, NumBlocks: uint32(bytes / gpuBlock)}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	a := &agent{t: t, id: id, board: b, layout: l, sink: coretest.NewRecorder(t, string(id))}
+	a := &agent{t: t, id: id, signalBus: b, layout: l, sink: coretest.NewRecorder(t, string(id))}
 	s := &gpuSide{agent: a, bytes: bytes}
 	tr, err := onGPU(t, l, func(int) bool { return device }, func(cfg rdma.Config) (core.Transport, error) {
 		if change != nil {
@@ -141,7 +141,7 @@ func (s *gpuSide) blocks() (all []kv.BlockID) {
 // gpuPair is P and D, both on the GPU.
 func gpuPair(t *testing.T, bytes int, from, to uintptr) (p, d *gpuSide) {
 	t.Helper()
-	b := newBoard()
+	b := newSignalBus()
 	p, err := newGPUSide(t, b, "prefill", "cache", from, bytes, true, nil)
 	if err == nil {
 		d, err = newGPUSide(t, b, "decode", "cache", to, bytes, true, nil)

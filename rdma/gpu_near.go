@@ -38,7 +38,7 @@ func readWord(sys fs.FS, pci, file string) string {
 
 // memoryOf is the memory in which the source of what a write is given lies. Where it lies in several,
 // that of the first piece counts.
-func (cn *conn) memoryOf(g *gift) kv.Memory {
+func (cn *conn) memoryOf(g *writePart) kv.Memory {
 	if cn.t.cfg.GPUs == nil {
 		return kv.HostMemory
 	}
@@ -55,8 +55,8 @@ func (cn *conn) memoryOf(g *gift) kv.Memory {
 	return cn.t.layout.Regions[pairs[0].SrcRegion].Memory
 }
 
-// nearTo is how near the port is to a memory of the agent's.
-func (p *localPort) nearTo(m kv.Memory) distance {
+// distanceTo is how near the port is to a memory of the agent's.
+func (p *localPort) distanceTo(m kv.Memory) distance {
 	if gpu, ok := m.Device(); ok {
 		return p.nearGPU[gpu]
 	}

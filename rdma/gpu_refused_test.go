@@ -15,7 +15,7 @@ import (
 // refused opens an agent, which must not be.
 func refused(t *testing.T, addr uintptr, bytes int, says ...string) {
 	t.Helper()
-	_, err := newGPUSide(t, newBoard(), "refused", "layer 3", addr, bytes, true, nil)
+	_, err := newGPUSide(t, newSignalBus(), "refused", "layer 3", addr, bytes, true, nil)
 	for _, want := range says {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v, want %q", err, want)
@@ -63,7 +63,7 @@ func TestGPUUnflushable(t *testing.T) {
 	})
 	addr := e.Alloc(1 << 20)
 	refused(t, addr, 1<<20, "neither orders the writes of network cards")
-	if _, err := newGPUSide(t, newBoard(), "prefill", "cache", addr, 1<<20, true, func(c *rdma.Config) { c.SendsOnly = true }); err != nil {
+	if _, err := newGPUSide(t, newSignalBus(), "prefill", "cache", addr, 1<<20, true, func(c *rdma.Config) { c.SendsOnly = true }); err != nil {
 		t.Errorf("an agent that only sends: %v", err)
 	}
 }
@@ -111,7 +111,7 @@ func (g garbledScratch) Get(ctx context.Context, offset uint64, b []byte) error 
 // TestGPUTrial: a lane whose bytes do not come into the GPU's memory is not used.
 func TestGPUTrial(t *testing.T) {
 	e := needsGPU(t)
-	b := newBoard()
+	b := newSignalBus()
 	const bytes = 1 << 20
 	p, err := newGPUSide(t, b, "prefill", "cache", e.Alloc(bytes), bytes, true, nil)
 	if err != nil {

@@ -18,7 +18,7 @@ type sleeper struct {
 	devices *devices.Devices
 }
 
-func newSleeper(t *testing.T, e *engine.Engine, b *board, id core.AgentID, bytes int) *sleeper {
+func newSleeper(t *testing.T, e *engine.Engine, b *signalBus, id core.AgentID, bytes int) *sleeper {
 	t.Helper()
 	s := &sleeper{Mapping: e.Map(bytes)}
 	var err error
@@ -51,7 +51,7 @@ func gpuRenewed(t *testing.T, atP bool) {
 	e := needsGPU(t)
 	latePCIe(t, e)
 	const bytes = 2 << 20
-	b := newBoard()
+	b := newSignalBus()
 	p, d := newSleeper(t, e, b, "prefill", bytes), newSleeper(t, e, b, "decode", bytes)
 	d.connect(p.agent)
 	us, pattern := d, uint64(10)

@@ -87,13 +87,13 @@ func TestTurn(t *testing.T) {
 	}
 }
 
-// TestFarCards: a transfer of a GPU's memory takes no card that is far from it, however large it is.
-func TestFarCards(t *testing.T) {
-	near, far := &localPort{nearGPU: []distance{sameSwitch}, near: otherNode}, &localPort{nearGPU: []distance{otherNode}, near: sameNode}
+// TestRemoteCards: a transfer of a GPU's memory takes no card that is far from it, however large it is.
+func TestRemoteCards(t *testing.T) {
+	near, remote := &localPort{nearGPU: []distance{sameSwitch}, near: otherNode}, &localPort{nearGPU: []distance{otherNode}, near: sameNode}
 	cn := &conn{t: &Transport{memory: registry{number: []int{0}}}}
 	lanes := []*lane{
 		{port: near, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
-		{port: far, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
+		{port: remote, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
 	}
 	for _, bytes := range []uint64{1 << 10, 1 << 20, 1 << 32} {
 		if w := cn.choose(lanes, bytes, kv.DeviceMemory(0), time.Now()); w[0] <= 0 || w[1] != 0 {
@@ -138,7 +138,7 @@ func TestExamine(t *testing.T) {
 
 // TestPlacesOfTrials: their number is bounded, and each is given back once.
 func TestPlacesOfTrials(t *testing.T) {
-	var p places
+	var p areaSlots
 	lanes := make([]lane, trialPlaces)
 	for i := range lanes {
 		place, err := p.take()

@@ -94,9 +94,9 @@ func (g *grants) alive(seq uint64) bool {
 	return seq >= g.below && !g.dead[seq] && (seq >= g.next || g.live[seq])
 }
 
-// told takes D's list of the grants that were alive. If two lists cross, the later one has
+// update takes D's list of the grants that were alive. If two lists cross, the later one has
 // the greater next.
-func (g *grants) told(next uint64, live []uint64) {
+func (g *grants) update(next uint64, live []uint64) {
 	if next < g.next {
 		return
 	}

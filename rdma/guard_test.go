@@ -50,7 +50,7 @@ func TestGuardAtP(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			cn := newTestConn(t, 1)
-			cn.mends = true
+			cn.reconnecting = true
 			cn.t.id = "p"
 			p := cn.lanes[0].port
 			p.dev.memory.Store(&memory{})
@@ -60,12 +60,12 @@ func TestGuardAtP(t *testing.T) {
 			if c.guard != "" {
 				cn.t.cfg.Guard = onlyIn(c.guard)
 			}
-			there, err := cn.t.cfg.newFar(&reply{Secret: make([]byte, secretSize), Devices: []deviceKeys{{Scratch: keyInfo{Length: scratchBytes}}},
+			remote, err := cn.t.cfg.newRemoteInfo(&reply{Secret: make([]byte, secretSize), Devices: []deviceKeys{{Scratch: keyInfo{Length: scratchBytes}}},
 				Ports: []portInfo{{Name: "d:1", Link: uint8(c.link), LID: 7, Forced: c.forced, GIDs: c.gids}}})
 			if err != nil {
 				t.Fatal(err)
 			}
-			plan, causes := cn.plan(there, map[pathKey]bool{}, map[pathKey]bool{})
+			plan, causes := cn.plan(remote, map[pathKey]bool{}, map[pathKey]bool{})
 			got := fmt.Sprint(causes)
 			if len(plan) > 0 {
 				got = plan[0].route.String()

@@ -312,7 +312,7 @@ func TestReceiversPortReturns(t *testing.T) {
 	soon(t, "D has ended its side", func() bool {
 		cn.mu.Lock()
 		defer cn.mu.Unlock()
-		return len(cn.lost) == 0 && !cn.mends
+		return len(cn.lost) == 0 && !cn.reconnecting
 	})
 	if n := at(); n != 0 {
 		t.Fatalf("%d lanes are at a port that is given up", n)

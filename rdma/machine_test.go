@@ -89,25 +89,25 @@ func packets(t *testing.T, path int) uint64 {
 	return n
 }
 
-// board carries signals within the test. A dead agent neither answers nor is heard.
-type board struct {
+// signalBus carries signals within the test. A dead agent neither answers nor is heard.
+type signalBus struct {
 	mu     sync.Mutex
 	agents map[core.AgentID]*rdma.Transport
 	dead   map[core.AgentID]bool
 }
 
-func newBoard() *board {
-	return &board{agents: map[core.AgentID]*rdma.Transport{}, dead: map[core.AgentID]bool{}}
+func newSignalBus() *signalBus {
+	return &signalBus{agents: map[core.AgentID]*rdma.Transport{}, dead: map[core.AgentID]bool{}}
 }
 
-func (b *board) signal(from core.AgentID) core.Signal {
+func (b *signalBus) signal(from core.AgentID) core.Signal {
 	return func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 		b.mu.Lock()
 		tr := b.agents[to]
-		deaf := b.dead[from] || b.dead[to]
+		silent := b.dead[from] || b.dead[to]
 		b.mu.Unlock()
 		switch {
-		case tr == nil || deaf:
+		case tr == nil || silent:
 			return nil, fmt.Errorf("%w: %s", core.ErrAbsent, to)
 		case ctx.Err() != nil:
 			return nil, ctx.Err()
@@ -123,14 +123,14 @@ const (
 
 // agent is a transport with a pool of blocks.
 type agent struct {
-	t      *testing.T
-	id     core.AgentID
-	board  *board
-	mem    []byte
-	layout *kv.Layout
-	sink   *coretest.Recorder
-	tr     *rdma.Transport
-	closed bool
+	t         *testing.T
+	id        core.AgentID
+	signalBus *signalBus
+	mem       []byte
+	layout    *kv.Layout
+	sink      *coretest.Recorder
+	tr        *rdma.Transport
+	closed    bool
 }
 
 // text is where every block's content is taken from, at an offset that names it.
@@ -163,9 +163,9 @@ func newMemory(t *testing.T) []byte {
 }
 
 // openOn opens an agent on memory, which it paints as nobody's.
-func (b *board) openOn(t *testing.T, id core.AgentID, mem []byte, cfg rdma.Config) *agent {
+func (b *signalBus) openOn(t *testing.T, id core.AgentID, mem []byte, cfg rdma.Config) *agent {
 	t.Helper()
-	a := &agent{t: t, id: id, board: b, mem: mem, sink: coretest.NewRecorder(t, string(id))}
+	a := &agent{t: t, id: id, signalBus: b, mem: mem, sink: coretest.NewRecorder(t, string(id))}
 	var err error
 	a.layout, err = kv.NewLayout([]kv.Region{{Name: "layer.0", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
 		BlockStride: blockBytes, BlockBytes: blockBytes, NumBlocks: poolBlocks}})
@@ -197,25 +197,25 @@ func (a *agent) close() {
 		a.t.Errorf("%s: close: %v", a.id, err)
 	}
 	a.sink.Shut()
-	a.board.mu.Lock()
-	if a.board.agents[a.id] == a.tr {
-		delete(a.board.agents, a.id)
+	a.signalBus.mu.Lock()
+	if a.signalBus.agents[a.id] == a.tr {
+		delete(a.signalBus.agents, a.id)
 	}
-	a.board.mu.Unlock()
+	a.signalBus.mu.Unlock()
 }
 
 // die is an end without a word to anybody.
 func (a *agent) die() {
-	a.board.mu.Lock()
-	a.board.dead[a.id] = true
-	a.board.mu.Unlock()
+	a.signalBus.mu.Lock()
+	a.signalBus.dead[a.id] = true
+	a.signalBus.mu.Unlock()
 	a.close()
 }
 
 // pair opens P and D, with D connected and usable.
 func pair(t *testing.T, cfg rdma.Config) (p, d *agent) {
 	t.Helper()
-	b := newBoard()
+	b := newSignalBus()
 	p, d = b.openOn(t, "prefill", newMemory(t), cfg), b.openOn(t, "decode", newMemory(t), cfg)
 	d.connect(p)
 	return p, d

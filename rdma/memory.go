@@ -50,7 +50,7 @@ type registry struct {
 
 	areas  []*area
 	seed   uint64 // of P's streams in them
-	places places
+	places areaSlots
 }
 
 func (r *registry) init(l *kv.Layout, gpus GPUs) (err error) {

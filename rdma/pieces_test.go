@@ -67,7 +67,7 @@ func held() uint64 {
 	return m.HeapAlloc
 }
 
-// mostOfAWrite is what P may hold of a write of many pieces: its state, and a stretch for each
+// mostOfAWrite is what P may hold of a write of many pieces: its state, and a range for each
 // stripe. A list of the pieces takes 4 MiB.
 const mostOfAWrite = 8 << 10
 
@@ -97,7 +97,7 @@ func TestWritesOfManyPieces(t *testing.T) {
 		a := &asked{Plan: plan}
 		plans = append(plans, a)
 		id, seq := core.TransferID(fmt.Sprint("many", i)), uint64(100+i)
-		sp.conn.t.sender.write(core.WriteOp{ID: id, Peer: sp.peer, Plan: a, Grant: grant{seq: seq, bytes: kv.PlanBytes(plan)}.sign(sp.there.secret, id)})
+		sp.conn.t.sender.write(core.WriteOp{ID: id, Peer: sp.peer, Plan: a, Grant: grant{seq: seq, bytes: kv.PlanBytes(plan)}.sign(sp.remote.secret, id)})
 	}
 	each := int(max(held(), before)-before) / manyLoads
 	if each > mostOfAWrite {
@@ -230,7 +230,7 @@ func TestManyPiecesOnADevice(t *testing.T) {
 	}
 }
 
-// TestPlanStripes: the stripes of a plan are stretches without gaps, each byte in one.
+// TestPlanStripes: the stripes of a plan are ranges without gaps, each byte in one.
 func TestPlanStripes(t *testing.T) {
 	m := piecesMatch(t)
 	all := someBlocks(manyBlocks)
@@ -266,7 +266,7 @@ func TestFillRefusesOfPlan(t *testing.T) {
 	const short = manyBlocks*blockBytes - blockBytes // what D says its region has
 	local := mustTable(t, "here", []memRange{{1 << 40, manyBlocks * blockBytes}}, key(1<<40, manyBlocks*blockBytes, 1))
 	remote := mustTable(t, "at the peer", []memRange{{1 << 41, short}}, key(1<<41, short, 2))
-	c := cursor{given: splitPlan(plan, nil, 1), whole: true}
+	c := cursor{ranges: splitPlan(plan, nil, 1), whole: true}
 	var window [maxChain]kv.Pair
 	var sent uint64
 	for err == nil {
@@ -295,7 +295,7 @@ func BenchmarkPieces(b *testing.B) {
 		b.Run(how, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				var stripes []stretch
+				var stripes []stripeRange
 				if how == "list" {
 					pairs, err := m.Pairs(all, all)
 					if err != nil {
@@ -310,7 +310,7 @@ func BenchmarkPieces(b *testing.B) {
 					stripes = splitPlan(plan, weights, 64<<10)
 				}
 				for i := range stripes {
-					c := cursor{given: stripes[i : i+1], whole: true}
+					c := cursor{ranges: stripes[i : i+1], whole: true}
 					for done := false; !done; {
 						var err error
 						if _, _, _, done, err = c.fill(writes, pieces, window, table, table, writeLimits{16, 1 << 20, 64 << 20}); err != nil {

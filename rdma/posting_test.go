@@ -27,7 +27,7 @@ func BenchmarkPosting(b *testing.B) {
 		stripes := split(pairs, []float64{1, 1, 1, 1}, minStripe)
 		doorbells = 0
 		for i := range stripes {
-			c := cursor{given: stripes[i : i+1], whole: true, imm: uint32(i)}
+			c := cursor{ranges: stripes[i : i+1], whole: true, imm: uint32(i)}
 			for done := false; !done; {
 				room, bytes := queue.room()
 				limit.maxBytes = bytes

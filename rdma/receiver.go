@@ -90,8 +90,8 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 		src.broken, src.up = nil, nil
 	}
 	src.ticket = bytes.Clone(ticket)
-	src.greetAt, src.backoff, src.owed = time.Time{}, 0, true
-	src.greet()
+	src.requestAt, src.backoff, src.owed = time.Time{}, 0, true
+	src.requestConnect()
 	return nil
 }
 

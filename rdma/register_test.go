@@ -14,11 +14,11 @@ import (
 	"github.com/kvconn/kvconn/rdma"
 )
 
-type deaf struct{}
+type silentSink struct{}
 
-func (deaf) Received(core.TransferID, core.TransferStats, error) {}
-func (deaf) Written(core.TransferID, core.TransferStats, error)  {}
-func (deaf) PeerDown(core.AgentID, error)                        {}
+func (silentSink) Received(core.TransferID, core.TransferStats, error) {}
+func (silentSink) Written(core.TransferID, core.TransferStats, error)  {}
+func (silentSink) PeerDown(core.AgentID, error)                        {}
 
 // BenchmarkOpen is the time from opening the library (the first time, in a process)
 // until so much memory, which nobody has touched before, is registered.
@@ -40,7 +40,7 @@ func BenchmarkOpen(b *testing.B) {
 				}
 				b.StartTimer()
 				began := time.Now()
-				tr, err := rdma.New(rdma.DefaultConfig(), "bench", l, deaf{}, func(context.Context, core.AgentID, []byte) ([]byte, error) { return nil, core.ErrAbsent })
+				tr, err := rdma.New(rdma.DefaultConfig(), "bench", l, silentSink{}, func(context.Context, core.AgentID, []byte) ([]byte, error) { return nil, core.ErrAbsent })
 				if err != nil {
 					b.Fatal(err)
 				}

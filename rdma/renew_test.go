@@ -72,7 +72,7 @@ func renewable(t *testing.T, signal core.Signal) (*Transport, *changing, *corete
 	return tr, c, rec
 }
 
-func deafPeer(context.Context, core.AgentID, []byte) ([]byte, error) { return nil, core.ErrAbsent }
+func silentPeer(context.Context, core.AgentID, []byte) ([]byte, error) { return nil, core.ErrAbsent }
 
 // ended waits until a registration that is under way has ended, and the peers have been asked.
 func (t *Transport) ended() {
@@ -107,7 +107,7 @@ func idle(t *testing.T, tr *Transport) {
 
 // TestRenew: the memory is given up once, and is there when it has been registered and is the same still.
 func TestRenew(t *testing.T) {
-	tr, gpus, _ := renewable(t, deafPeer)
+	tr, gpus, _ := renewable(t, silentPeer)
 	lacking(t, tr, "", false)
 	tr.Renew() // nothing to do
 	tr.Forget(errors.New("region k has changed"))
@@ -130,7 +130,7 @@ func TestRenew(t *testing.T) {
 
 // TestRenewOvertaken: memory that becomes another while it is registered is not used, and is forgotten once more.
 func TestRenewOvertaken(t *testing.T) {
-	tr, gpus, _ := renewable(t, deafPeer)
+	tr, gpus, _ := renewable(t, silentPeer)
 	tr.Forget(errors.New("region k has changed"))
 	tr.Renew()
 	gpus.asks()
@@ -165,7 +165,7 @@ func TestRenewOvertaken(t *testing.T) {
 
 // TestRenewFails: a failure is tried again, later each time.
 func TestRenewFails(t *testing.T) {
-	tr, gpus, _ := renewable(t, deafPeer)
+	tr, gpus, _ := renewable(t, silentPeer)
 	tr.Forget(errors.New("region k has changed"))
 	for _, want := range []time.Duration{time.Second, 2 * time.Second, 4 * time.Second} {
 		tr.Renew()
@@ -210,7 +210,7 @@ func TestForgetWrites(t *testing.T) {
 	}
 	cn := tr.sender.conn("d")
 	cn.mu.Lock()
-	cn.there, cn.mends = &far{secret: []byte("secret")}, true // the test mends
+	cn.remote, cn.reconnecting = &remoteInfo{secret: []byte("secret")}, true // the test reconnects
 	cn.on(eventPorts)
 	cn.mu.Unlock()
 	tr.Write(core.WriteOp{ID: "before", Peer: "d", Bytes: 10})
@@ -221,7 +221,7 @@ func TestForgetWrites(t *testing.T) {
 	idle(t, tr)
 	tr.Write(core.WriteOp{ID: "after", Peer: "d", Bytes: 10})
 	tr.Extend(core.WriteOp{ID: "after", Peer: "d", Pairs: []kv.Pair{{Length: 10}}})
-	cn.mend()
+	cn.reconnectLoop()
 	if err := rec.Wait("written", "after", 1).Err; !errors.Is(err, core.ErrOtherWay) || !strings.Contains(err.Error(), "region k has changed") {
 		t.Errorf("a write of after ended with %v", err)
 	}
@@ -235,7 +235,7 @@ func TestForgetWrites(t *testing.T) {
 // TestForgetKeys: with the memory D gives up what P may know: P gets no keys until the memory is registered again, and
 // lanes that P makes with keys of before are refused.
 func TestForgetKeys(t *testing.T) {
-	tr, gpus, rec := renewable(t, deafPeer)
+	tr, gpus, rec := renewable(t, silentPeer)
 	ticket := []byte("ticket")
 	if err := tr.Connect("p", "", ticket); err != nil {
 		t.Fatal(err)
@@ -274,7 +274,7 @@ func TestForgetKeys(t *testing.T) {
 	}
 	if rep := ports(); len(rep.Ports) > 0 || !strings.Contains(rep.Lacks, "region k has changed") {
 		t.Errorf("P was told %+v", rep)
-	} else if _, err := (&Config{}).newFar(rep); err == nil || !strings.Contains(err.Error(), "region k has changed") {
+	} else if _, err := (&Config{}).newRemoteInfo(rep); err == nil || !strings.Contains(err.Error(), "region k has changed") {
 		t.Errorf("P reads it as %v", err)
 	}
 	tr.Renew()

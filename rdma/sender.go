@@ -109,7 +109,7 @@ func (s *sender) dismiss(peer core.AgentID) {
 
 // write implements core.Transport.
 func (s *sender) write(op core.WriteOp) {
-	g := giftOf(&op)
+	g := writePartOf(&op)
 	w := &write{op: op, bytes: op.Total(), given: g.bytes, runs: g.runs}
 	w.op.Pairs = slices.Clip(op.Pairs) // more may follow
 	if op.Plan != nil {
@@ -148,7 +148,7 @@ func (s *sender) extend(op core.WriteOp) {
 	if w == nil {
 		return
 	}
-	g := giftOf(&op)
+	g := writePartOf(&op)
 	err := s.t.forgotten()
 	w.conn.update(func(cn *conn) {
 		if err != nil && !w.waits {
@@ -260,17 +260,17 @@ func (s *sender) signalled(from core.AgentID, m *signal) (*reply, error) {
 	}
 	rep := &reply{}
 	switch m.Kind {
-	case signalGreet:
-		l.update(func(l *conn) { l.greeted(m.Lanes, m.Up) })
+	case signalHello:
+		l.update(func(l *conn) { l.helloReceived(m.Lanes, m.Up) })
 	case signalDrain:
 		l.update(func(l *conn) { rep.Pending = l.drain(m) })
 	case signalBye:
 		l.update(func(l *conn) {
-			if l.there != nil && !bytes.Equal(l.there.secret, m.Secret) {
+			if l.remote != nil && !bytes.Equal(l.remote.secret, m.Secret) {
 				return // the signal is late, and D has connected anew since
 			}
 			defer func() { l.confirmed(l.lost) }() // D has ended all its lanes
-			l.lose(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
+			l.disconnect(fmt.Errorf("rdma: decode agent %s has ended the connection: %s: %w", from, m.Reason, core.ErrConnectionLost))
 		})
 	}
 	return rep, nil

@@ -16,7 +16,7 @@ import (
 type signalKind uint8
 
 const (
-	signalGreet     signalKind = 1 // D → P: I have your ticket; connect, and these lanes broke here
+	signalHello     signalKind = 1 // D → P: I have your ticket; connect, and these lanes broke here
 	signalPorts     signalKind = 2 // P → D: which ports, keys and grants do you have?
 	signalConnect   signalKind = 3 // P → D: make your ends of these lanes
 	signalConnected signalKind = 4 // P → D: I keep these lanes; if none, why
@@ -42,7 +42,7 @@ type signal struct {
 	Last   uint32      `msg:"z,omitempty"`          // of signalConnected: it speaks of the lanes up to this one
 	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: if D has begun anew, tells P which D has ended; of P's words on lanes: of which keys they are
 	Reason string      `msg:"r,omitempty,limit=1024"`
-	Up     []int       `msg:"u,omitempty,limit=64"` // of signalGreet: ports of D that have become active
+	Up     []int       `msg:"u,omitempty,limit=64"` // of signalHello: ports of D that have become active
 	Tries  bool        `msg:"y,omitempty"`          // of signalPorts: P puts lanes on trial where a side has GPUs
 	Seed   uint64      `msg:"e,omitempty"`          // of signalProbed: of the bytes
 }

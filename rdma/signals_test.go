@@ -18,9 +18,9 @@ const patience = 30 * time.Second
 // lands after its end, and the two agents find back to each other.
 func TestSignalFaults(t *testing.T) {
 	needsRDMA(t)
-	names := map[signalKind]string{signalGreet: "greet", signalPorts: "ports", signalConnect: "connect", signalConnected: "connected", signalLost: "lost",
+	names := map[signalKind]string{signalHello: "hello", signalPorts: "ports", signalConnect: "connect", signalConnected: "connected", signalLost: "lost",
 		signalDrain: "drain", signalDrained: "drained", signalBye: "bye", signalDismissed: "dismissed"}
-	for kind := signalGreet; kind <= signalDismissed; kind++ {
+	for kind := signalHello; kind <= signalDismissed; kind++ {
 		for f := lost; f <= behind; f++ {
 			// Order matters most to what the two ends count.
 			counts := kind == signalConnect || kind == signalLost || kind == signalDrain
@@ -30,7 +30,7 @@ func TestSignalFaults(t *testing.T) {
 			// The second signal of a kind meets agents that have lanes and transfers
 			// already. For three kinds that shows nothing new.
 			for nth := 1; nth <= 2; nth++ {
-				if nth == 2 && (testing.Short() || kind == signalGreet || kind == signalBye || kind == signalDismissed) {
+				if nth == 2 && (testing.Short() || kind == signalHello || kind == signalBye || kind == signalDismissed) {
 					continue
 				}
 				t.Run(fmt.Sprintf("%s %d %v", names[kind], nth, f), func(t *testing.T) { signalFault(t, kind, nth, f) })

@@ -36,9 +36,9 @@ type source struct {
 	cause      error              // why no transfer can come this way; nil: it can
 	settled    chan struct{}      // closed when cause says something
 	owed       bool               // if P becomes unreachable the sink must be told, since P was reached or is asked for
-	greets     bool               // a goroutine greets P
-	vain       bool               // when P last asked for keys, the memory was not registered
-	greetAt    time.Time          // after P could not be reached, no greeting before this time
+	requesting bool               // a goroutine says hello to P
+	tooEarly   bool               // when P last asked for keys, the memory was not registered
+	requestAt  time.Time          // after P could not be reached, no hello before this time
 	backoff    time.Duration
 
 	draining []*expect // revoked: P must hear of it
@@ -67,24 +67,24 @@ func (src *source) settle(cause error) {
 func (src *source) usable() (settled <-chan struct{}, cause error) {
 	src.mu.Lock()
 	defer src.mu.Unlock()
-	if src.cause != nil && src.cause != errUnsettled && !time.Now().Before(src.greetAt) {
-		src.greet() // P may be reached again
+	if src.cause != nil && src.cause != errUnsettled && !time.Now().Before(src.requestAt) {
+		src.requestConnect() // P may be reached again
 	}
 	return src.settled, src.cause
 }
 
-// lose closes all lanes of a P. Transfers that have begun to land end. The others may
+// disconnect closes all lanes of a P. Transfers that have begun to land end. The others may
 // still come when P connects again.
-func (src *source) lose(cause error) {
+func (src *source) disconnect(cause error) {
 	src.mu.Lock()
-	tell := src.losing(fmt.Errorf("%w: %w", core.ErrConnectionLost, cause))
+	tell := src.disconnecting(fmt.Errorf("%w: %w", core.ErrConnectionLost, cause))
 	src.mu.Unlock()
 	tell()
 }
 
-// losing is the part of lose that holds src.mu. tell does the rest without it: it waits
+// disconnecting is the part of lose that holds src.mu. tell does the rest without it: it waits
 // for the lanes and tells the sink.
-func (src *source) losing(cause error) (tell func()) {
+func (src *source) disconnecting(cause error) (tell func()) {
 	var ended []*expect
 	for _, e := range src.live {
 		if !e.begun.IsZero() && src.r.take(e) {
@@ -170,17 +170,17 @@ func (src *source) retire(l *lane) {
 		}
 		src.mu.Lock()
 		src.mayLand(stands)
-		src.laid(l)
+		src.laneDrained(l)
 		missing := l.posted > 0 && !src.gone
 		src.mu.Unlock()
 		if missing { // marks of stripes that P believes done may never be counted
-			src.loseAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
+			src.disconnectAll(fmt.Errorf("rdma: queue pair %d on %s has not given back its receives", l.qp.Number(), l.port.name))
 		}
 		l.destroy()
 	}) {
 		l.destroy()
 		src.mayLand(l.stands)
-		src.laid(l)
+		src.laneDrained(l)
 	}
 }
 
@@ -194,21 +194,21 @@ func (src *source) mayLand(cause error) {
 	}
 }
 
-// laid is called when a retired lane's marks are counted and no byte of it lands any
+// laneDrained is called when a retired lane's marks are counted and no byte of it lands any
 // more; src.mu is held.
-func (src *source) laid(l *lane) {
+func (src *source) laneDrained(l *lane) {
 	if src.dying[l.id] == l {
 		delete(src.dying, l.id)
 		close(l.still)
 	}
 }
 
-// loseAll does what lose does, and also ends the transfers that have not begun.
-func (src *source) loseAll(cause error) {
+// disconnectAll does what lose does, and also ends the transfers that have not begun.
+func (src *source) disconnectAll(cause error) {
 	src.mu.Lock()
 	src.beginAll()
 	src.mu.Unlock()
-	src.lose(cause)
+	src.disconnect(cause)
 }
 
 // beginAll has all transfers count as begun; src.mu is held.
@@ -304,7 +304,7 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 		src.r.t.log.Warn("rdma lane broke", zap.String("peer", string(src.peer)), zap.Uint32("lane", l.id), zap.Error(cause))
 		src.broken = append(src.broken, l.id)
 		src.retire(l)
-		src.greet()
+		src.requestConnect()
 	}
 	for _, e := range done {
 		src.whole[src.wholes%maxWhole] = e.grant.seq
@@ -312,7 +312,7 @@ func (src *source) count(l *lane, list []verbs.Completion) (done []*expect) {
 		src.fenced(e)
 	}
 	if l.retired && l.posted <= 0 && !l.lives {
-		src.laid(l)
+		src.laneDrained(l)
 	}
 	return done
 }

@@ -19,7 +19,7 @@ func (cn *conn) begin(w *write) {
 		return // it waits for lanes of after
 	}
 	if !w.known {
-		g, err := checkGrant(w.op.Grant, cn.there.secret, w.op.ID)
+		g, err := checkGrant(w.op.Grant, cn.remote.secret, w.op.ID)
 		switch {
 		case err != nil:
 		case g.bytes != w.bytes:
@@ -39,7 +39,7 @@ func (cn *conn) begin(w *write) {
 	if w.given == 0 && w.bytes > 0 {
 		return
 	}
-	first := gift{pairs: w.op.Pairs}
+	first := writePart{pairs: w.op.Pairs}
 	if len(w.plans) > 0 {
 		first.plan = w.plans[0]
 	}
@@ -60,22 +60,22 @@ func (cn *conn) begin(w *write) {
 	cn.deal(w, list)
 }
 
-// gift is what a write is given at a time: pairs, or a plan in their place.
-type gift struct {
+// writePart is what a write is given at a time: pairs, or a plan in their place.
+type writePart struct {
 	pairs []kv.Pair
 	plan  kv.Plan
 	bytes uint64
 	runs  int // on this side; of a plan, at most
 }
 
-func giftOf(op *core.WriteOp) gift {
+func writePartOf(op *core.WriteOp) writePart {
 	if op.Plan != nil {
-		return gift{plan: op.Plan, bytes: op.Given(), runs: op.Plan.Pieces()}
+		return writePart{plan: op.Plan, bytes: op.Given(), runs: op.Plan.Pieces()}
 	}
-	return gift{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
+	return writePart{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
 }
 
-func (g *gift) split(weights []float64) []stretch {
+func (g *writePart) split(weights []float64) []stripeRange {
 	if g.plan != nil {
 		return splitPlan(g.plan, weights, minStripe)
 	}
@@ -84,7 +84,7 @@ func (g *gift) split(weights []float64) []stretch {
 
 // give takes more bytes of a write. It spreads them over the write's stripes, as a
 // transfer of that size is spread over the stripes' lanes.
-func (cn *conn) give(w *write, g *gift) {
+func (cn *conn) give(w *write, g *writePart) {
 	switch {
 	case w.over || w.cause != nil || g.bytes == 0:
 		return
@@ -109,15 +109,15 @@ func (cn *conn) give(w *write, g *gift) {
 }
 
 // keep holds what is given before the write begins.
-func (w *write) keep(g *gift) {
+func (w *write) keep(g *writePart) {
 	w.op.Pairs = append(w.op.Pairs, g.pairs...)
 	if g.plan != nil {
 		w.plans = append(w.plans, g.plan)
 	}
 }
 
-// deal gives stretches to a write's stripes, and posts them.
-func (cn *conn) deal(w *write, list []stretch) {
+// deal gives ranges to a write's stripes, and posts them.
+func (cn *conn) deal(w *write, list []stripeRange) {
 	w.deal(list)
 	for _, j := range w.jobs {
 		j.enqueue()
@@ -129,10 +129,10 @@ func (cn *conn) deal(w *write, list []stretch) {
 	}
 }
 
-func (w *write) deal(list []stretch) {
+func (w *write) deal(list []stripeRange) {
 	for _, s := range list {
 		if c := &w.jobs[s.stripe].cursor; s.length > 0 {
-			c.given = append(c.given, s)
+			c.ranges = append(c.ranges, s)
 		}
 	}
 	for _, j := range w.jobs {
@@ -159,7 +159,7 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, memory kv.Memory, now time.T
 		}
 		if _, seen := index[l.path]; !seen {
 			index[l.path] = len(paths)
-			paths = append(paths, candidate{path: l.path, near: l.port.nearTo(memory)})
+			paths = append(paths, candidate{path: l.path, near: l.port.distanceTo(memory)})
 		}
 		count[l.path]++
 	}
@@ -322,7 +322,7 @@ func (cn *conn) settle(w *write) {
 	cn.used = time.Now()
 	if w.known {
 		delete(cn.bySeq, w.grant.seq)
-		cn.kill(w.grant.seq)
+		cn.killGrant(w.grant.seq)
 		switch {
 		case !w.drained:
 		case len(cn.lost) > 0: // as in drain

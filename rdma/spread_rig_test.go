@@ -38,7 +38,7 @@ func inBothForms(t *testing.T, f func(t *testing.T, how form)) {
 	t.Run("by plans", func(t *testing.T) { f(t, byPlans) })
 }
 
-// given is a gift in this form.
+// given is a writePart in this form.
 func (how form) given(op core.WriteOp) core.WriteOp {
 	if how == byPlans {
 		return coretest.Planned(op)
@@ -52,7 +52,7 @@ func beginSpread(t *testing.T, how form, lanes, n int) *spreadWrite {
 	sp := &spreadWrite{conn: newTestConn(t, 0), t: t, how: how, n: n, way: newPath(1e9)}
 	sp.rec = sp.conn.t.sink.(*coretest.Recorder)
 	secret := make([]byte, secretSize)
-	sp.mends, sp.tells, sp.there = true, true, &far{secret: secret}
+	sp.reconnecting, sp.tells, sp.remote = true, true, &remoteInfo{secret: secret}
 	sp.conn.t.cfg.StallTimeout = time.Hour // the test looks
 	for range lanes {
 		sp.another()
@@ -151,8 +151,8 @@ func (sp *spreadWrite) lose(i int) *lane {
 	return l
 }
 
-// hear takes D's word of what has arrived: these stripes.
-func (sp *spreadWrite) hear(stripes uint64) {
+// receive takes D's word of what has arrived: these stripes.
+func (sp *spreadWrite) receive(stripes uint64) {
 	sp.t.Helper()
 	sp.update(func(cn *conn) {
 		if err := cn.arrived(slices.Clone(cn.lost), []uint64{7}, &reply{Arrived: []uint64{stripes}, Next: 8, Live: []uint64{7}}); err != nil {
@@ -196,7 +196,7 @@ func (sp *spreadWrite) sent() (out []uint64) {
 	for w := range sp.writes {
 		for _, j := range w.jobs {
 			n := uint64(0)
-			for _, s := range j.cursor.given {
+			for _, s := range j.cursor.ranges {
 				n += s.length
 			}
 			out = append(out, n)

@@ -120,7 +120,7 @@ func restEndsIn(t *testing.T, how form) {
 					}
 				}
 				if c.end(sp); sp.write() != nil && given == 0 && c.name == "revoked meanwhile" {
-					sp.update(func(cn *conn) { cn.told(&reply{Next: 8}) }) // nothing of it was lost
+					sp.update(func(cn *conn) { cn.grantsReceived(&reply{Next: 8}) }) // nothing of it was lost
 				}
 				sp.ends(c.want)
 			})
@@ -153,7 +153,7 @@ func tooMuchIn(t *testing.T, how form) {
 }
 
 // TestPartialByOtherLanes: a lane breaks while the write rests, and in the middle of a
-// gift. All of that stripe goes by another lane, and the write goes on.
+// part. All of that stripe goes by another lane, and the write goes on.
 func TestPartialByOtherLanes(t *testing.T) { inBothForms(t, partialByOtherLanesIn) }
 
 func partialByOtherLanesIn(t *testing.T, how form) {
@@ -170,7 +170,7 @@ func partialByOtherLanesIn(t *testing.T, how form) {
 			if got := sp.sent(); got[0] != before[0]+20*chunk || got[1] != before[1] {
 				t.Errorf("stripes of %d bytes, then of %d: the second has no lane", before, got)
 			}
-			sp.hear(0)
+			sp.receive(0)
 			sp.complete()
 			// The lane that broke may have been the one that told D that bytes come.
 			if got, want := sp.conn.t.requests.Load()-requests, 1+20+before[1]/chunk; got != want {
@@ -197,7 +197,7 @@ func TestPostThatFailed(t *testing.T) {
 	if sp.write() == nil {
 		t.Fatal("it has ended, and nobody knows whether it has arrived")
 	}
-	sp.hear(1)
+	sp.receive(1)
 	sp.ends(nil)
 }
 
@@ -209,7 +209,7 @@ func TestArrivedTooEarly(t *testing.T) {
 	sp.rests()
 	sp.lose(0)
 	requests := sp.conn.t.requests.Load()
-	sp.hear(3)
+	sp.receive(3)
 	sp.rests()
 	sp.give(60)
 	sp.complete()
@@ -232,7 +232,7 @@ func queuedOnceIn(t *testing.T, how form) {
 	}
 	l := sp.lose(0)
 	sp.give(20)
-	sp.hear(0)
+	sp.receive(0)
 	sp.another()
 	if n := len(sp.lanes[0].jobs); n != 1 {
 		t.Errorf("the stripe stands %d times in the list of the lane that it was given to", n)
@@ -261,7 +261,7 @@ func breaksAtRestIn(t *testing.T, how form) {
 					sp.rests()
 				}
 				close(sp.lose(0).dead)
-				sp.hear(0)
+				sp.receive(0)
 				sp.another()
 			}
 			if !rests {
@@ -276,9 +276,9 @@ func breaksAtRestIn(t *testing.T, how form) {
 	}
 }
 
-// TestRestIsNoStall: while a write rests nobody looks whether its lanes complete
+// TestIdleIsNoStall: while a write rests nobody looks whether its lanes complete
 // something.
-func TestRestIsNoStall(t *testing.T) {
+func TestIdleIsNoStall(t *testing.T) {
 	sp := beginSpread(t, byLists, 2, 100)
 	sp.give(40)
 	look := func() {

@@ -10,26 +10,26 @@ import (
 type state uint8
 
 const (
-	stateNew     state = iota + 1 // D was admitted; it has not greeted, and told nothing
+	stateNew     state = iota + 1 // D was admitted; it has sent no hello, and told nothing
 	stateProbing                  // D has told its ports and keys; no lane has carried a byte
 	stateUp                       // at least one lane is open
-	stateBare                     // no lane is open, since the lanes rest or the last lane broke; D's keys are still good
+	stateNoLanes                  // no lane is open, since the lanes rest or the last lane broke; D's keys are still good
 	stateDown                     // D's keys are void and no lane is open
 	stateEnded                    // D was dismissed, or the transport is closed
 )
 
 func (s state) String() string {
-	return [...]string{"none", "new", "probing", "up", "bare", "down", "ended"}[s]
+	return [...]string{"none", "new", "probing", "up", "noLanes", "down", "ended"}[s]
 }
 
 // event moves a connection from one state to another.
 type event uint8
 
 const (
-	eventGreeted event = iota // D asks for lanes
+	eventHello   event = iota // D asks for lanes
 	eventPorts                // D has told its ports and keys
 	eventLane                 // a lane has carried its probe
-	eventBare                 // the last lane is gone
+	eventNoLanes              // the last lane is gone
 	eventLost                 // D cannot be reached, has begun anew or has ended the connection
 	eventEnd                  // D is dismissed, or the transport closes
 	events
@@ -37,20 +37,20 @@ const (
 
 // transitions is the whole table; 0 stands for what cannot happen.
 //
-//	         greeted  ports    lane  bare  lost  end
+//	         hello    ports    lane  noLanes lost  end
 //	new      down     probing  -     -     new   ended
 //	probing  probing  probing  up    -     down  ended
-//	up       up       up       up    bare  -     ended
-//	bare     bare     bare     up    -     down  ended    lost: the sink is told that D cannot be reached
+//	up       up       up       up    noLanes -   ended
+//	noLanes  noLanes  noLanes  up    -     down  ended    lost: the sink is told that D cannot be reached
 //	down     down     probing  -     -     down  ended
 //	ended    ended    ended    -     ended ended ended
 //
-// A connection that is lost closes its lanes first, so it passes through bare.
+// A connection that is lost closes its lanes first, so it passes through noLanes.
 var transitions = [...][events]state{
 	stateNew:     {stateDown, stateProbing, 0, 0, stateNew, stateEnded},
 	stateProbing: {stateProbing, stateProbing, stateUp, 0, stateDown, stateEnded},
-	stateUp:      {stateUp, stateUp, stateUp, stateBare, 0, stateEnded},
-	stateBare:    {stateBare, stateBare, stateUp, 0, stateDown, stateEnded},
+	stateUp:      {stateUp, stateUp, stateUp, stateNoLanes, 0, stateEnded},
+	stateNoLanes: {stateNoLanes, stateNoLanes, stateUp, 0, stateDown, stateEnded},
 	stateDown:    {stateDown, stateProbing, 0, 0, stateDown, stateEnded},
 	stateEnded:   {stateEnded, stateEnded, 0, stateEnded, stateEnded, stateEnded},
 }
@@ -70,13 +70,13 @@ func (cn *conn) on(e event) (before state) {
 
 // check compares the state with the fields that follow from it, if invariants are enabled.
 func (cn *conn) check() {
-	told := cn.state == stateProbing || cn.state == stateUp || cn.state == stateBare
-	if told != (cn.there != nil) || (cn.state == stateUp) != (len(cn.lanes) > 0) || (cn.state == stateEnded) != (cn.ended != nil) {
-		panic(fmt.Sprintf("rdma: a connection is %v with %d lanes, D's keys: %v, ended: %v", cn.state, len(cn.lanes), cn.there != nil, cn.ended))
+	told := cn.state == stateProbing || cn.state == stateUp || cn.state == stateNoLanes
+	if told != (cn.remote != nil) || (cn.state == stateUp) != (len(cn.lanes) > 0) || (cn.state == stateEnded) != (cn.ended != nil) {
+		panic(fmt.Sprintf("rdma: a connection is %v with %d lanes, D's keys: %v, ended: %v", cn.state, len(cn.lanes), cn.remote != nil, cn.ended))
 	}
 }
 
-// tasks are set for the goroutine of mend. Lost lanes and waiting writes need no task.
+// tasks are set for the goroutine of reconnectLoop. Lost lanes and waiting writes need no task.
 type tasks uint8
 
 const (
@@ -85,7 +85,7 @@ const (
 	restLanes                   // nothing was written for long: close the lanes
 )
 
-// step is what the goroutine of mend does next.
+// step is what the goroutine of reconnectLoop does next.
 type step uint8
 
 const (

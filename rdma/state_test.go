@@ -39,7 +39,7 @@ func TestEnded(t *testing.T) {
 	if before := cn.on(eventEnd); before != stateUp {
 		t.Errorf("the state was %v, want up", before)
 	}
-	for _, e := range []event{eventGreeted, eventPorts, eventBare, eventLost, eventEnd} {
+	for _, e := range []event{eventHello, eventPorts, eventNoLanes, eventLost, eventEnd} {
 		if before := cn.on(e); before != stateEnded || cn.state != stateEnded {
 			t.Errorf("event %d leads from %v to %v", e, before, cn.state)
 		}

@@ -12,18 +12,18 @@ import (
 // maxStripes is the most stripes of a transfer: an immediate has 6 bits for the index.
 const maxStripes = 64
 
-// cutAlign is where a stretch may begin within a pair: pages, and packets of any MTU,
+// cutAlign is where a range may begin within a pair: pages, and packets of any MTU,
 // stay whole.
 const cutAlign = 4096
 
-// stretch is a contiguous range of what a write is given at a time, for one of its
+// stripeRange is a contiguous range of what a write is given at a time, for one of its
 // stripes: of pairs, or of a plan.
-type stretch struct {
-	pairs    []kv.Pair // all pairs that were given together, shared by their stretches
-	first    int       // the pair that holds the stretch's first byte
+type stripeRange struct {
+	pairs    []kv.Pair // all pairs that were given together, shared by their ranges
+	first    int       // the pair that holds the range's first byte
 	skip     uint64    // bytes of that pair before it
 	plan     kv.Plan   // in place of the pairs
-	position uint64    // of the stretch's first byte in the plan
+	position uint64    // of the range's first byte in the plan
 	length   uint64
 	stripe   int // index of the weight that it was cut for
 }
@@ -37,33 +37,33 @@ func pairBytes(pairs []kv.Pair) uint64 {
 	return n
 }
 
-// split cuts pairs into stretches whose lengths are proportional to weights, in
+// split cuts pairs into ranges whose lengths are proportional to weights, in
 // the order of the weights, each byte in exactly one. Stripes that would get less than
-// least bytes get no stretch, the lightest first. If all pairs together have less than
-// least bytes, they are one stretch. A weight that is no positive number gets no
-// stretch. If no weight is a positive number, all count the same.
-func split(pairs []kv.Pair, weights []float64, least uint64) []stretch {
+// least bytes get no range, the lightest first. If all pairs together have less than
+// least bytes, they are one range. A weight that is no positive number gets no
+// range. If no weight is a positive number, all count the same.
+func split(pairs []kv.Pair, weights []float64, least uint64) []stripeRange {
 	least = max(least, 1)
 	total := pairBytes(pairs)
 	stripes := share(weights, total, least)
-	out := make([]stretch, len(stripes))
+	out := make([]stripeRange, len(stripes))
 	sum, upTo := 0.0, 0.0
 	for _, p := range stripes {
 		sum += p.weight
 	}
 	var (
-		pair  int    // where the next stretch begins
+		pair  int    // where the next range begins
 		start uint64 // position of that pair's first byte
-		from  uint64 // position of the stretch's first byte
+		from  uint64 // position of the range's first byte
 	)
 	for i, p := range stripes {
 		upTo += p.weight
-		out[i] = stretch{pairs: pairs, first: pair, skip: from - start, length: total - from, stripe: p.index}
+		out[i] = stripeRange{pairs: pairs, first: pair, skip: from - start, length: total - from, stripe: p.index}
 		rest := uint64(len(stripes) - 1 - i)
 		if rest == 0 {
 			break
 		}
-		// As near to its share as least allows, for this stretch and for the others.
+		// As near to its share as least allows, for this range and for the others.
 		lo, hi := from+least, total-rest*least
 		want := min(max(uint64(float64(total)*(upTo/sum)), lo), hi)
 		for want-start >= pairs[pair].Length {
@@ -81,9 +81,9 @@ func split(pairs []kv.Pair, weights []float64, least uint64) []stretch {
 	return out
 }
 
-// splitPlan is split of a plan. A stretch that goes over a gap of the plan is one on each
+// splitPlan is split of a plan. A range that goes over a gap of the plan is one on each
 // side of it. No piece is asked for: what it costs goes by the plan's extents.
-func splitPlan(p kv.Plan, weights []float64, least uint64) (out []stretch) {
+func splitPlan(p kv.Plan, weights []float64, least uint64) (out []stripeRange) {
 	extents := p.Extents()
 	runs := make([]kv.Pair, len(extents))
 	for i := range extents {
@@ -92,7 +92,7 @@ func splitPlan(p kv.Plan, weights []float64, least uint64) (out []stretch) {
 	for _, s := range split(runs, weights, least) {
 		for i, skip := s.first, s.skip; s.length > 0; i, skip = i+1, 0 {
 			n := min(extents[i].Bytes-skip, s.length)
-			out = append(out, stretch{plan: p, position: extents[i].Position + defect.Pick("rdma-plan-skip", skip, 0), length: n, stripe: s.stripe})
+			out = append(out, stripeRange{plan: p, position: extents[i].Position + defect.Pick("rdma-plan-skip", skip, 0), length: n, stripe: s.stripe})
 			s.length -= n
 		}
 	}

@@ -25,23 +25,23 @@ func TestSplit(t *testing.T) {
 		pairs   []kv.Pair
 		weights []float64
 		least   uint64
-		want    []stretch // lengths, and where they begin
+		want    []stripeRange // lengths, and where they begin
 	}{
-		{"nothing", nil, []float64{1, 1}, 4096, []stretch{{}}},
-		{"only empty pairs", pairsOf(0, 0), []float64{1, 1}, 4096, []stretch{{}}},
-		{"no weights", pairsOf(10), nil, 4, []stretch{{length: 10}}},
-		{"shorter than the least", pairsOf(10, 20), []float64{1, 2}, 4096, []stretch{{length: 30, stripe: 1}}},
-		{"halves", big, []float64{1, 1}, 4096, []stretch{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, stripe: 1}}},
-		{"one to three", big, []float64{1, 3}, 4096, []stretch{{length: 1 << 18}, {skip: 1 << 18, length: 3 << 18, stripe: 1}}},
-		{"a third is cut at a page", big, []float64{1, 2}, 4096, []stretch{{length: 85 * 4096}, {skip: 85 * 4096, length: 171 * 4096, stripe: 1}}},
-		{"between pairs", pairsOf(100, 100, 0, 100, 100), []float64{1, 1}, 1, []stretch{{length: 200}, {first: 3, length: 200, stripe: 1}}},
-		{"nearest end of a short pair", pairsOf(100, 300, 400), []float64{1, 2}, 1, []stretch{{length: 400}, {first: 2, length: 400, stripe: 1}}},
-		{"a page from the pair's start", pairsOf(1000, 9000), []float64{1, 1}, 1, []stretch{{length: 5096}, {first: 1, skip: 4096, length: 4904, stripe: 1}}},
-		{"no page within the least", pairsOf(6000), []float64{1, 1}, 3000, []stretch{{length: 3000}, {skip: 3000, length: 3000, stripe: 1}}},
-		{"too light for a stripe", big, []float64{1, 1000, 1000}, 4096, []stretch{{length: 1 << 19, stripe: 1}, {skip: 1 << 19, length: 1 << 19, stripe: 2}}},
-		{"room for two of three", pairsOf(10000), []float64{2, 1, 2}, 4096, []stretch{{length: 4096}, {skip: 4096, length: 5904, stripe: 2}}},
-		{"weights that are none", big, []float64{math.NaN(), math.Inf(1), -1, 0, 1, 1}, 1, []stretch{{length: 1 << 19, stripe: 4}, {skip: 1 << 19, length: 1 << 19, stripe: 5}}},
-		{"all are none", big, []float64{0, math.NaN()}, 1, []stretch{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, stripe: 1}}},
+		{"nothing", nil, []float64{1, 1}, 4096, []stripeRange{{}}},
+		{"only empty pairs", pairsOf(0, 0), []float64{1, 1}, 4096, []stripeRange{{}}},
+		{"no weights", pairsOf(10), nil, 4, []stripeRange{{length: 10}}},
+		{"shorter than the least", pairsOf(10, 20), []float64{1, 2}, 4096, []stripeRange{{length: 30, stripe: 1}}},
+		{"halves", big, []float64{1, 1}, 4096, []stripeRange{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, stripe: 1}}},
+		{"one to three", big, []float64{1, 3}, 4096, []stripeRange{{length: 1 << 18}, {skip: 1 << 18, length: 3 << 18, stripe: 1}}},
+		{"a third is cut at a page", big, []float64{1, 2}, 4096, []stripeRange{{length: 85 * 4096}, {skip: 85 * 4096, length: 171 * 4096, stripe: 1}}},
+		{"between pairs", pairsOf(100, 100, 0, 100, 100), []float64{1, 1}, 1, []stripeRange{{length: 200}, {first: 3, length: 200, stripe: 1}}},
+		{"nearest end of a short pair", pairsOf(100, 300, 400), []float64{1, 2}, 1, []stripeRange{{length: 400}, {first: 2, length: 400, stripe: 1}}},
+		{"a page from the pair's start", pairsOf(1000, 9000), []float64{1, 1}, 1, []stripeRange{{length: 5096}, {first: 1, skip: 4096, length: 4904, stripe: 1}}},
+		{"no page within the least", pairsOf(6000), []float64{1, 1}, 3000, []stripeRange{{length: 3000}, {skip: 3000, length: 3000, stripe: 1}}},
+		{"too light for a stripe", big, []float64{1, 1000, 1000}, 4096, []stripeRange{{length: 1 << 19, stripe: 1}, {skip: 1 << 19, length: 1 << 19, stripe: 2}}},
+		{"room for two of three", pairsOf(10000), []float64{2, 1, 2}, 4096, []stripeRange{{length: 4096}, {skip: 4096, length: 5904, stripe: 2}}},
+		{"weights that are none", big, []float64{math.NaN(), math.Inf(1), -1, 0, 1, 1}, 1, []stripeRange{{length: 1 << 19, stripe: 4}, {skip: 1 << 19, length: 1 << 19, stripe: 5}}},
+		{"all are none", big, []float64{0, math.NaN()}, 1, []stripeRange{{length: 1 << 19}, {skip: 1 << 19, length: 1 << 19, stripe: 1}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for i := range c.want {
@@ -59,7 +59,7 @@ func TestSplit(t *testing.T) {
 
 // checkStripes: they follow each other without a gap, one lane each, in order, and
 // none is too short.
-func checkStripes(t *testing.T, stripes []stretch, pairs []kv.Pair, weights []float64, least uint64) {
+func checkStripes(t *testing.T, stripes []stripeRange, pairs []kv.Pair, weights []float64, least uint64) {
 	t.Helper()
 	total := pairBytes(pairs)
 	if len(stripes) == 0 || len(stripes) > min(max(len(weights), 1), maxStripes) {
@@ -121,6 +121,6 @@ func BenchmarkSplit(b *testing.B) {
 	}
 }
 
-func (p stretch) String() string {
+func (p stripeRange) String() string {
 	return fmt.Sprintf("{pair %d, skip %d, %d bytes, stripe %d}", p.first, p.skip, p.length, p.stripe)
 }

@@ -189,7 +189,7 @@ func (t *Transport) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 	}
 	var rep *reply
 	switch s.Kind {
-	case signalGreet, signalDrain, signalBye:
+	case signalHello, signalDrain, signalBye:
 		rep, err = t.sender.signalled(from, s)
 	default:
 		rep, err = t.receiver.signalled(from, s)

@@ -98,14 +98,14 @@ func stream(seed uint64) []byte {
 // streamAt is where a lane's bytes begin in the stream.
 func streamAt(lane uint32) uint64 { return uint64(lane) % (trialWords - trialBytes/8) * 8 }
 
-// places are D's, each of a lane that is on trial.
-type places struct {
+// areaSlots are D's, each of a lane that is on trial.
+type areaSlots struct {
 	mu   sync.Mutex
 	used [trialPlaces]bool
 }
 
 // take gives the number of a place, from 1 on.
-func (p *places) take() (int, error) {
+func (p *areaSlots) take() (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i, used := range p.used {
@@ -118,7 +118,7 @@ func (p *places) take() (int, error) {
 }
 
 // drop gives a lane's place back.
-func (p *places) drop(l *lane) {
+func (p *areaSlots) drop(l *lane) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if l.place > 0 {
@@ -127,7 +127,7 @@ func (p *places) drop(l *lane) {
 	}
 }
 
-func (p *places) of(l *lane) int {
+func (p *areaSlots) of(l *lane) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return l.place
@@ -163,10 +163,10 @@ func (t *Transport) openAreas() error {
 }
 
 // tries says whether the lanes to a D are put on trial.
-func (cn *conn) tries(there *far) bool { return cn.t.cfg.GPUs != nil || there.gpus > 0 }
+func (cn *conn) tries(remote *remoteInfo) bool { return cn.t.cfg.GPUs != nil || remote.gpus > 0 }
 
 // verify has D look at what lanes have written, and takes those into use whose bytes are right.
-func (cn *conn) verify(there *far, written []*trial) {
+func (cn *conn) verify(remote *remoteInfo, written []*trial) {
 	if len(written) == 0 {
 		return
 	}
@@ -185,7 +185,7 @@ func (cn *conn) verify(there *far, written []*trial) {
 		case rep.Lanes[i].Error != "":
 			cn.failed(tr, fmt.Errorf("at the peer: %s", rep.Lanes[i].Error))
 		default:
-			cn.update(func(cn *conn) { cn.use(tr, there) })
+			cn.update(func(cn *conn) { cn.use(tr, remote) })
 		}
 	}
 }

@@ -18,7 +18,7 @@ import (
 type planned struct {
 	key    pathKey
 	local  *localPort
-	far    *portInfo
+	remote *portInfo
 	route  route
 	lanes  int   // that the path lacks
 	works  bool  // one of its lanes has carried its probe
@@ -28,12 +28,12 @@ type planned struct {
 // plan picks paths that lack lanes, the best first. No two of them have a port in
 // common, and none has a port at which there are lanes of another path. Paths that
 // were tried or are paused are left out. causes says why ports do not reach each other.
-func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, causes []error) {
+func (cn *conn) plan(remote *remoteInfo, tried, due map[pathKey]bool) (plan []*planned, causes []error) {
 	cn.mu.Lock()
 	defer cn.mu.Unlock()
-	localUsed, farUsed, have := map[int]bool{}, map[int]bool{}, map[pathKey]int{}
+	localUsed, remoteUsed, have := map[int]bool{}, map[int]bool{}, map[pathKey]int{}
 	for _, l := range cn.lanes {
-		localUsed[l.port.index], farUsed[l.remote] = true, true
+		localUsed[l.port.index], remoteUsed[l.remote] = true, true
 		have[l.pathKey()]++
 	}
 	var all []*planned
@@ -42,10 +42,10 @@ func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, 
 		if !p.usable() {
 			continue
 		}
-		for _, q := range there.ports {
+		for _, q := range remote.ports {
 			key := pathKey{p.index, q.Index}
 			lacks := cn.t.cfg.QueuePairs - have[key]
-			if tried[key] || lacks <= 0 || lacks == cn.t.cfg.QueuePairs && (localUsed[p.index] || farUsed[q.Index]) {
+			if tried[key] || lacks <= 0 || lacks == cn.t.cfg.QueuePairs && (localUsed[p.index] || remoteUsed[q.Index]) {
 				continue
 			}
 			if r := cn.paths[key]; r != nil && !r.usable() && !due[key] && len(cn.lanes) > 0 {
@@ -53,20 +53,20 @@ func (cn *conn) plan(there *far, tried, due map[pathKey]bool) (plan []*planned, 
 			}
 			way, err := chooseRoute(&state.address, q.address())
 			if err != nil {
-				if why := there.refused[q.Index]; why != nil {
+				if why := remote.refused[q.Index]; why != nil {
 					err = fmt.Errorf("prefill agent %s may not send to port %s of the peer: %w; else %w", cn.t.id, q.Name, why, err)
 				}
 				tried[key] = true
 				causes = append(causes, err)
 				continue
 			}
-			all = append(all, &planned{key: key, local: p, far: q, route: way, lanes: lacks})
+			all = append(all, &planned{key: key, local: p, remote: q, route: way, lanes: lacks})
 		}
 	}
 	sortPlanned(all)
 	for _, c := range all {
-		if have[c.key] > 0 || !localUsed[c.key.local] && !farUsed[c.key.remote] {
-			localUsed[c.key.local], farUsed[c.key.remote], tried[c.key] = true, true, true
+		if have[c.key] > 0 || !localUsed[c.key.local] && !remoteUsed[c.key.remote] {
+			localUsed[c.key.local], remoteUsed[c.key.remote], tried[c.key] = true, true, true
 			plan = append(plan, c)
 		}
 	}
@@ -94,7 +94,7 @@ type trial struct {
 
 // make opens P's ends of the lanes that a plan lacks. unmade says why some could not
 // be opened, which is no fault of their paths.
-func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error) {
+func (cn *conn) make(remote *remoteInfo, plan []*planned) (made []*trial, unmade []error) {
 	t := cn.t
 	bundles := map[*device]*bundle{}
 	for _, c := range plan {
@@ -109,14 +109,14 @@ func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error
 			defer b.seal()
 		}
 		for range c.lanes {
-			l, err := cn.newLane(b, there, c)
+			l, err := cn.newLane(b, remote, c)
 			if err != nil {
 				unmade = append(unmade, err)
 				break
 			}
 			state := c.local.state.Load()
-			made = append(made, &trial{of: c, lane: l, offer: laneOffer{Lane: l.id, Port: c.far.Index, QPN: l.qp.Number(), PSN: l.psn,
-				MTU: min(state.mtu, c.far.MTU), Trial: cn.tries(there), GRH: c.route.GRH, GID: c.route.Local.Raw, Index: c.route.Remote.Index, LID: state.address.LID}})
+			made = append(made, &trial{of: c, lane: l, offer: laneOffer{Lane: l.id, Port: c.remote.Index, QPN: l.qp.Number(), PSN: l.psn,
+				MTU: min(state.mtu, c.remote.MTU), Trial: cn.tries(remote), GRH: c.route.GRH, GID: c.route.Local.Raw, Index: c.route.Remote.Index, LID: state.address.LID}})
 		}
 	}
 	return made, unmade
@@ -124,11 +124,11 @@ func (cn *conn) make(there *far, plan []*planned) (made []*trial, unmade []error
 
 // exchange makes D open its ends. A trial that D refuses has failed. If D could not be
 // asked, all lanes are dropped and the error says why; that says nothing of D's ports.
-func (cn *conn) exchange(there *far, made []*trial) error {
+func (cn *conn) exchange(remote *remoteInfo, made []*trial) error {
 	if len(made) == 0 {
 		return nil
 	}
-	s := &signal{Kind: signalConnect, Ticket: cn.ticket, Secret: there.secret}
+	s := &signal{Kind: signalConnect, Ticket: cn.ticket, Secret: remote.secret}
 	for _, tr := range made {
 		s.Offers = append(s.Offers, tr.offer)
 	}
@@ -137,7 +137,7 @@ func (cn *conn) exchange(there *far, made []*trial) error {
 	case err == nil && len(rep.Lanes) != len(made):
 		err = fmt.Errorf("agent %s answers for %d lanes, it was asked for %d", cn.peer, len(rep.Lanes), len(made))
 	case err == nil:
-		cn.update(func(cn *conn) { cn.told(rep) })
+		cn.update(func(cn *conn) { cn.grantsReceived(rep) })
 	case !errors.Is(err, errRefused):
 		for _, tr := range made {
 			tr.lane.drop(func() {})
@@ -159,13 +159,13 @@ func (cn *conn) exchange(there *far, made []*trial) error {
 
 // probe writes at once by all lanes that have not failed, and takes each lane into use
 // when its bytes have come through.
-func (cn *conn) probe(there *far, answered []*trial) {
+func (cn *conn) probe(remote *remoteInfo, answered []*trial) {
 	t := cn.t
 	for _, tr := range answered {
 		if l := tr.lane; tr.failed == nil {
 			err := l.ready(t.verbsRoute(l.port, tr.of.route, tr.offer.MTU, tr.answer.QPN, tr.answer.PSN, l.psn))
 			if err == nil {
-				err = cn.postProbe(l, there, tr.answer.Place)
+				err = cn.postProbe(l, remote, tr.answer.Place)
 			}
 			if err != nil {
 				cn.failed(tr, err)
@@ -192,24 +192,24 @@ func (cn *conn) probe(there *far, answered []*trial) {
 			cn.failed(tr, err)
 			continue
 		}
-		if cn.tries(there) {
+		if cn.tries(remote) {
 			written = append(written, tr)
 		} else {
-			cn.update(func(cn *conn) { cn.use(tr, there) })
+			cn.update(func(cn *conn) { cn.use(tr, remote) })
 		}
 	}
-	cn.verify(there, written)
+	cn.verify(remote, written)
 }
 
 // use adds a lane that was probed, unless D has ended the connection meanwhile, or the memory
 // became another, which its card may not have taken; cn.mu is held.
-func (cn *conn) use(tr *trial, there *far) {
+func (cn *conn) use(tr *trial, remote *remoteInfo) {
 	l, c := tr.lane, tr.of
-	if cn.there != there || cn.t.forgotten() != nil || !c.local.usable() {
+	if cn.remote != remote || cn.t.forgotten() != nil || !c.local.usable() {
 		l.drop(func() {})
 		return
 	}
-	cn.t.log.Info("rdma lane", zap.String("peer", string(cn.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.far.Name), zap.Stringer("route", c.route))
+	cn.t.log.Info("rdma lane", zap.String("peer", string(cn.peer)), zap.Uint32("lane", l.id), zap.String("from", c.local.name), zap.String("to", c.remote.Name), zap.Stringer("route", c.route))
 	cn.path(c).restored(time.Now())
 	c.works, l.proven = true, true
 	cn.lanes = append(cn.lanes, l)
@@ -222,7 +222,7 @@ func (cn *conn) use(tr *trial, there *far) {
 func (cn *conn) failed(tr *trial, err error) {
 	c := tr.of
 	tr.lane.drop(func() {})
-	tr.failed = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.far.Name, c.route, err)
+	tr.failed = fmt.Errorf("%s to %s (%v): %w", c.local.name, c.remote.Name, c.route, err)
 	c.failed = tr.failed
 	cn.t.log.Info("rdma lane cannot be used", zap.String("peer", string(cn.peer)), zap.Error(tr.failed))
 }
@@ -244,17 +244,17 @@ func (cn *conn) judge(plan []*planned, made []*trial) (causes []error) {
 	return causes
 }
 
-func (cn *conn) newLane(b *bundle, there *far, c *planned) (*lane, error) {
+func (cn *conn) newLane(b *bundle, remote *remoteInfo, c *planned) (*lane, error) {
 	depth := b.depth
-	l, err := b.add(0, c.local, c.far.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
+	l, err := b.add(0, c.local, c.remote.Index, verbs.Caps{SendDepth: depth + 1, ReceiveDepth: 1, Pieces: c.local.dev.limit.maxPieces})
 	if err != nil {
 		return nil, err
 	}
 	cn.mu.Lock()
 	defer cn.mu.Unlock()
 	cn.lastID++
-	l.id, l.conn, l.path, l.keys = cn.lastID, cn, cn.path(c), there.tables[c.far.Index]
-	l.tried = cn.tries(there)
+	l.id, l.conn, l.path, l.keys = cn.lastID, cn, cn.path(c), remote.tables[c.remote.Index]
+	l.tried = cn.tries(remote)
 	l.queue = newSendQueue[*job](depth, maxFlight, signalEvery)
 	return l, nil
 }
@@ -270,15 +270,15 @@ const (
 // postProbe posts a write without bytes and one of the largest packet's size, to D's
 // scratch memory. So a path that swallows large packets is found before a transfer uses it. On
 // trial the lane then writes out of each area here, and into each of D's.
-func (cn *conn) postProbe(l *lane, there *far, place int) error {
-	m, to := l.port.dev.memory.Load(), there.scratch[l.remote]
+func (cn *conn) postProbe(l *lane, remote *remoteInfo, place int) error {
+	m, to := l.port.dev.memory.Load(), remote.scratch[l.remote]
 	writes := []verbs.Write{
 		{ID: probeID, Flags: verbs.Signaled},
 		{ID: bigProbeID, RemoteAddr: to.Base, RemoteKey: to.Key, Pieces: 1, Flags: verbs.Signaled},
 	}
 	pieces := []verbs.SGE{{Addr: m.scratch.Addr, Length: scratchBytes, Key: m.scratch.LKey}}
-	if cn.tries(there) {
-		areas := there.areas[l.remote]
+	if cn.tries(remote) {
+		areas := remote.areas[l.remote]
 		if len(areas) == 0 {
 			return errors.New("the peer's version does not know regions on GPUs: use the same version")
 		}

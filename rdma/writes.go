@@ -23,32 +23,32 @@ type writeLimits struct {
 // last write carries the immediate. So each stripe, even an empty one, ends with a mark
 // that follows its bytes.
 type cursor struct {
-	given []stretch // so far, none without bytes, in the order in which they are written
-	whole bool      // no more will be given
-	imm   uint32    // the mark of the last write
-	next  int       // the stretch after the one that is being written
-	pairs []kv.Pair
-	pair  int     // the pair that holds the next byte
-	skip  uint64  // bytes of that pair that are done
-	plan  kv.Plan // of the stretch: pairs are what a fill has cut off it so far, and of use to that fill only
-	end   uint64  // of the stretch in its plan
-	left  uint64  // bytes of the stretch that are left
-	done  bool    // the write with the immediate was filled
+	ranges []stripeRange // so far, none without bytes, in the order in which they are written
+	whole  bool          // no more will be given
+	imm    uint32        // the mark of the last write
+	next   int           // the range after the one that is being written
+	pairs  []kv.Pair
+	pair   int     // the pair that holds the next byte
+	skip   uint64  // bytes of that pair that are done
+	plan   kv.Plan // of the range: pairs are what a fill has cut off it so far, and of use to that fill only
+	end    uint64  // of the range in its plan
+	left   uint64  // bytes of the range that are left
+	done   bool    // the write with the immediate was filled
 }
 
 // ready says whether fill has something to do.
-func (c *cursor) ready() bool { return c.left > 0 || c.next < len(c.given) || c.whole && !c.done }
+func (c *cursor) ready() bool { return c.left > 0 || c.next < len(c.ranges) || c.whole && !c.done }
 
 // rewind goes back to the stripe's first byte.
-func (c *cursor) rewind() { *c = cursor{given: c.given, whole: c.whole, imm: c.imm} }
+func (c *cursor) rewind() { *c = cursor{ranges: c.ranges, whole: c.whole, imm: c.imm} }
 
-// advance goes on to the next stretch that has bytes; false if there is none.
+// advance goes on to the next range that has bytes; false if there is none.
 func (c *cursor) advance() bool {
 	for c.left == 0 {
-		if c.next == len(c.given) {
+		if c.next == len(c.ranges) {
 			return false
 		}
-		s := &c.given[c.next]
+		s := &c.ranges[c.next]
 		c.next++
 		c.pairs, c.pair, c.skip, c.left = s.pairs, s.first, s.skip, s.length
 		c.plan, c.end = s.plan, s.position+s.length
@@ -56,7 +56,7 @@ func (c *cursor) advance() bool {
 	return true
 }
 
-// cut takes the next pieces off the stretch's plan, as many as window has room for.
+// cut takes the next pieces off the range's plan, as many as window has room for.
 func (c *cursor) cut(window []kv.Pair) {
 	if defect.On("rdma-lists-plans") {
 		window = make([]kv.Pair, 0, c.plan.Pieces())

@@ -169,7 +169,7 @@ func checkWrites(t *testing.T, in []byte) {
 		later := p.bits(n)
 		give := func() {
 			if len(later) > 0 {
-				c.given, later = append(c.given, later[0]), later[1:]
+				c.ranges, later = append(c.ranges, later[0]), later[1:]
 			}
 			c.whole = len(later) == 0 && (c.whole || n.byte()%2 == 0)
 		}
@@ -218,7 +218,7 @@ func checkWrites(t *testing.T, in []byte) {
 }
 
 // stripesOfPlan is splitPlan of a plan of all pairs. What it gives is what split gives of the list.
-func stripesOfPlan(t *testing.T, pairs []kv.Pair, weights []float64, least uint64) []stretch {
+func stripesOfPlan(t *testing.T, pairs []kv.Pair, weights []float64, least uint64) []stripeRange {
 	plan := coretest.Planned(core.WriteOp{Pairs: pairs}).Plan
 	stripes, at := splitPlan(plan, weights, least), uint64(0)
 	for _, s := range stripes {
@@ -231,13 +231,13 @@ func stripesOfPlan(t *testing.T, pairs []kv.Pair, weights []float64, least uint6
 		t.Fatalf("the stripes end at %d of %d bytes", at, pairBytes(pairs))
 	}
 	if len(stripes) == 0 {
-		stripes = []stretch{{}} // a stripe of nothing has a mark
+		stripes = []stripeRange{{}} // a stripe of nothing has a mark
 	}
 	return stripes
 }
 
-// bits is a stretch as it may be given, one bit after the other.
-func (s stretch) bits(n *numbers) (out []stretch) {
+// bits is a range as it may be given, one bit after the other.
+func (s stripeRange) bits(n *numbers) (out []stripeRange) {
 	for most := n.byte() % 4; s.length > 0; {
 		bit := s
 		if len(out) < int(most) {

@@ -60,7 +60,7 @@ func TestFill(t *testing.T) {
 			[]verbs.SGE{sge(0x10000, 0xc00, 1), sge(0x11000, 0x400, 1), sge(0x11400, 0x800, 1)}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			cur := cursor{given: split(c.pairs, []float64{1}, 1), whole: true, imm: 5}
+			cur := cursor{ranges: split(c.pairs, []float64{1}, 1), whole: true, imm: 5}
 			writes, pieces := make([]verbs.Write, 8), make([]verbs.SGE, 8)
 			for range 2 { // again after a rewind
 				nw, np, bytes, done, err := cur.fill(writes, pieces, nil, local, remote, lim)
@@ -93,7 +93,7 @@ func TestFillRefuses(t *testing.T) {
 		{kv.Pair{SrcRegion: 2, Length: 8}, "source: region 2: there are 2 here"},
 	} {
 		pairs := []kv.Pair{{Length: 64}, c.pair}
-		cur := cursor{given: split(pairs, nil, 1), whole: true}
+		cur := cursor{ranges: split(pairs, nil, 1), whole: true}
 		nw, np, n, done, err := cur.fill(make([]verbs.Write, 8), make([]verbs.SGE, 8), nil, local, remote, writeLimits{4, 1 << 20, 1 << 40})
 		if err == nil || !strings.Contains(err.Error(), c.want) || nw+np != 0 || n != 0 || done {
 			t.Errorf("%+v: %d writes, %d pieces, done %v, %v; want %q", c.pair, nw, np, done, err, c.want)
@@ -115,7 +115,7 @@ func TestFillBounds(t *testing.T) {
 	}{
 		{10, 100, 1 << 40, 10}, {100, 7, 1 << 40, 7}, {100, 100, 5 * 4096, 5}, {100, 100, 5*4096 + 1, 6}, {100, 100, 0, 1}, {0, 10, 1 << 40, 0}, {10, 0, 1 << 40, 0},
 	} {
-		cur := cursor{given: split(pairs, nil, 1), whole: true}
+		cur := cursor{ranges: split(pairs, nil, 1), whole: true}
 		fill := func(cur *cursor) (int, []verbs.Write) {
 			writes := make([]verbs.Write, c.writes)
 			nw, np, n, done, err := cur.fill(writes, make([]verbs.SGE, c.pieces), nil, local, local, writeLimits{8, 1 << 20, c.maxBytes})
@@ -165,7 +165,7 @@ func BenchmarkFill(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		for i := range stripes {
-			c := cursor{given: stripes[i : i+1], whole: true, imm: uint32(i)}
+			c := cursor{ranges: stripes[i : i+1], whole: true, imm: uint32(i)}
 			for done := false; !done; {
 				var err error
 				if _, _, _, done, err = c.fill(writes, pieces, nil, local, remote, lim); err != nil {
@@ -180,7 +180,7 @@ func BenchmarkFill(b *testing.B) {
 func TestFillAllocatesNothing(t *testing.T) {
 	pairs, local, remote := benchmarkSetup(t, 2000, 4096)
 	writes, pieces := make([]verbs.Write, 32), make([]verbs.SGE, 64)
-	c := cursor{given: split(pairs, nil, 1), whole: true}
+	c := cursor{ranges: split(pairs, nil, 1), whole: true}
 	if n := testing.AllocsPerRun(10, func() {
 		c.rewind()
 		for done := false; !done; {

@@ -18,12 +18,12 @@ import (
 	"github.com/kvconn/kvconn/internal/quota"
 )
 
-// strangers are the accepted connections that have shown no ticket yet. Anyone may open
+// pendingConns are the accepted connections that have shown no ticket yet. Anyone may open
 // such a connection. So they are few, have little time, and rarely fill a log line.
-type strangers struct {
-	conns  []*net.TCPConn // oldest first
-	logAt  time.Time      // not before
-	silent int            // refused since the last line
+type pendingConns struct {
+	conns     []*net.TCPConn // oldest first
+	logAt     time.Time      // not before
+	notLogged int            // refused since the last line
 }
 
 // errUnwanted refuses a stream so that its peer does not try again.
@@ -44,21 +44,21 @@ func (s *sender) accept() {
 			}
 			continue
 		}
-		s.enter(conn.(*net.TCPConn))
+		s.addPending(conn.(*net.TCPConn))
 	}
 }
 
-// enter gives a connection its time for a hello. If all places are taken, the oldest
-// stranger loses its place: a decode agent says hello at once.
-func (s *sender) enter(conn *net.TCPConn) {
+// addPending gives a connection its time for a hello. If all places are taken, the oldest
+// pending connection loses its place: a decode agent says hello at once.
+func (s *sender) addPending(conn *net.TCPConn) {
 	var oldest *net.TCPConn
 	s.mu.Lock()
 	closed := s.closed
 	if !closed {
-		s.strangers.conns = append(s.strangers.conns, conn)
-		if len(s.strangers.conns) > s.t.cfg.MaxGreeting {
-			oldest = s.strangers.conns[0]
-			s.strangers.conns = slices.Delete(s.strangers.conns, 0, 1)
+		s.pending.conns = append(s.pending.conns, conn)
+		if len(s.pending.conns) > s.t.cfg.MaxUnauthenticated {
+			oldest = s.pending.conns[0]
+			s.pending.conns = slices.Delete(s.pending.conns, 0, 1)
 		}
 	}
 	s.mu.Unlock()
@@ -71,7 +71,7 @@ func (s *sender) enter(conn *net.TCPConn) {
 	}
 	s.t.goRun("tcp accepted", func() {
 		defer conn.Close()
-		st, err := s.greet(conn)
+		st, err := s.authenticate(conn)
 		if err != nil {
 			if errors.Is(err, errUnwanted) {
 				var b [headerSize]byte
@@ -86,9 +86,9 @@ func (s *sender) enter(conn *net.TCPConn) {
 	})
 }
 
-// left says whether the peer has closed a connection of which nothing is unread:
+// closedByPeer says whether the peer has closed a connection of which nothing is unread:
 // a stream that came late must not take a part of the next transfer.
-func left(raw syscall.RawConn) bool {
+func closedByPeer(raw syscall.RawConn) bool {
 	closed := false
 	_ = raw.Control(func(fd uintptr) {
 		var b [1]byte
@@ -98,9 +98,9 @@ func left(raw syscall.RawConn) bool {
 	return closed
 }
 
-// greet reads the hello and makes the connection one of its peer's streams. The former
+// authenticate reads the hello and makes the connection one of its peer's streams. The previous
 // stream of the same number is over, whether this side saw its end or not.
-func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
+func (s *sender) authenticate(conn *net.TCPConn) (*outStream, error) {
 	s.t.tune(conn)
 	conn.SetReadDeadline(time.Now().Add(s.t.cfg.DialTimeout))
 	h, proof, err := readHello(conn)
@@ -109,71 +109,71 @@ func (s *sender) greet(conn *net.TCPConn) (*outStream, error) {
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.strangers.conns = slices.DeleteFunc(s.strangers.conns, func(c *net.TCPConn) bool { return c == conn })
+	s.pending.conns = slices.DeleteFunc(s.pending.conns, func(c *net.TCPConn) bool { return c == conn })
 	p := s.byTicket[h.key]
 	number, attempt := h.stream()
 	switch {
 	case s.closed:
 		return nil, errClosed
 	case err != nil:
-		return nil, fmt.Errorf("no hello came within %v, or before a newer stream needed the place (%d may wait for their hello): %w", s.t.cfg.DialTimeout, s.t.cfg.MaxGreeting, err)
+		return nil, fmt.Errorf("no hello came within %v, or before a newer stream needed the place (%d may wait for their hello): %w", s.t.cfg.DialTimeout, s.t.cfg.MaxUnauthenticated, err)
 	case h.kind != frameHello && h.kind != frameSealedHello:
 		return nil, fmt.Errorf("it begins with a frame of kind %d, want a hello", h.kind)
 	case p == nil:
 		return nil, fmt.Errorf("%w: this agent does not know the stream's ticket: the peer must say hello first", errUnwanted)
-	case !proof.shows(p.ticket, p.secret) && !fault.On("stream-unproved"):
+	case !proof.verify(p.ticket, p.secret) && !fault.On("stream-unproved"):
 		return nil, errors.New("it names a ticket of this agent, but does not prove that it has the ticket")
 	case proof.sealed != p.secret.sealed() && !fault.On("stream-in-the-clear"):
 		return nil, errors.New("its hello is of another kind than its ticket: a stream must be encrypted on both sides, or on none")
 	case rawErr != nil:
 		return nil, rawErr
-	case left(raw):
+	case closedByPeer(raw):
 		return nil, errors.New("the peer has closed it already")
 	case attempt <= p.slots[number].attempt && !fault.On("stream-attempt-again"):
 		return nil, fmt.Errorf("attempt %[3]d to open stream %[1]d of decode agent %[2]s comes late: attempt %[4]d was accepted before", number, p.id, attempt, p.slots[number].attempt)
-	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil && !s.makeRoom(p, quota.AddressOf(conn.RemoteAddr())):
+	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil && !s.evict(p, quota.AddressOf(conn.RemoteAddr())):
 		return nil, fmt.Errorf("%w: %d streams are open, the most that this process's limit of descriptors allows", errUnwanted, s.streams)
 	}
 	st := &outStream{conn: conn, raw: raw, peer: p, from: quota.AddressOf(conn.RemoteAddr()), number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
 	if proof.sealed {
-		if err := st.welcome(&proof); err != nil {
+		if err := st.acceptSealed(&proof); err != nil {
 			return nil, err
 		}
 	}
-	s.enlist(st, attempt)
+	s.addStream(st, attempt)
 	return st, nil
 }
 
-// warn logs the errors that strangers cause, one line a second: they must not fill the
+// warn logs the errors that unauthenticated peers cause, one line a second: they must not fill the
 // log.
 func (s *sender) warn(what string, fields ...zap.Field) {
 	now := time.Now()
 	s.mu.Lock()
-	if s.closed || now.Before(s.strangers.logAt) {
-		s.strangers.silent++
+	if s.closed || now.Before(s.pending.logAt) {
+		s.pending.notLogged++
 		s.mu.Unlock()
 		return
 	}
-	silent := s.strangers.silent
-	s.strangers.logAt, s.strangers.silent = now.Add(time.Second), 0
+	notLogged := s.pending.notLogged
+	s.pending.logAt, s.pending.notLogged = now.Add(time.Second), 0
 	s.mu.Unlock()
-	s.t.cfg.Logger.Warn(what, append(fields, zap.Int("not_logged", silent))...)
+	s.t.cfg.Logger.Warn(what, append(fields, zap.Int("not_logged", notLogged))...)
 }
 
-// enlist puts a stream into the slot of its number; s.mu is held.
-func (s *sender) enlist(st *outStream, attempt uint64) {
+// addStream puts a stream into the slot of its number; s.mu is held.
+func (s *sender) addStream(st *outStream, attempt uint64) {
 	p := st.peer
 	slot := &p.slots[st.number]
 	if old := slot.stream; old != nil {
-		old.die()
-		old.drop()
+		old.shutDown()
+		old.abort()
 		s.discount(old)
 		s.t.cfg.Logger.Debug("stream replaced", zap.String("peer", string(p.id)), zap.Int("number", st.number))
 	}
 	st.life, st.end = context.WithCancel(s.t.ctx)
 	s.count(st)
 	slot.attempt, slot.stream = attempt, st
-	p.breadth.opened(len(p.usable()))
+	p.tuner.opened(len(p.usable()))
 	for _, out := range p.byGrant {
 		s.resume(out, st.number, st.offset)
 		if out.rests() {
@@ -191,7 +191,7 @@ type helloProof struct {
 	got    random
 }
 
-func (p *helloProof) shows(ticket random, key secret) bool {
+func (p *helloProof) verify(ticket random, key secret) bool {
 	want := p.want(ticket, key)
 	return hmac.Equal(p.got[:], want[:])
 }

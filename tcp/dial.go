@@ -31,7 +31,7 @@ type inPeer struct {
 	slots    []inSlot        // by number
 }
 
-// inSlot is D's stream of one number, and what is known of the former ones.
+// inSlot is D's stream of one number, and what is known of the previous ones.
 type inSlot struct {
 	busy     bool      // it is open or dialled, or will be
 	conn     net.Conn  // nil unless it is open
@@ -117,7 +117,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if p.endpoint != endpoint || p.ticket != shown || p.secret != key {
 		p.endpoint, p.ticket, p.secret = endpoint, shown, key
 		for i := range p.slots {
-			p.slots[i].retryAt = time.Time{} // a failure of the former endpoint or ticket says nothing of the new ones
+			p.slots[i].retryAt = time.Time{} // a failure of the previous endpoint or ticket says nothing of the new ones
 		}
 		p.tries = 0
 	}
@@ -144,9 +144,9 @@ func (r *receiver) dialMissing(p *inPeer) {
 	}
 }
 
-// dismiss forgets a P agent: its streams are closed, and the transfers that wait for them
+// forgetPeer forgets a P agent: its streams are closed, and the transfers that wait for them
 // are lost.
-func (r *receiver) dismiss(peer core.AgentID) {
+func (r *receiver) forgetPeer(peer core.AgentID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if p := r.peers[peer]; p != nil {
@@ -202,7 +202,7 @@ func broken(cause error) bool {
 		errors.As(cause, &network) || errors.As(cause, &errno)
 }
 
-// streamEnded decides whether a stream is dialled again, whether the way to P is down with
+// streamEnded decides whether a stream is dialled again, whether the connection to P is down with
 // it, and which transfers are lost. A broken connection alone loses no transfer: P still
 // works on it, and goes on when the stream is open again. If P does not, the control plane
 // says so. If no stream is left, and no byte has come since the last time that none was
@@ -220,15 +220,15 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	if !p.met {
 		p.tries++
 	}
-	hopeful := (p.met || p.tries < maxTries*p.opens) && !hostile && r.peers[p.id] == p
+	reachable := (p.met || p.tries < maxTries*p.opens) && !hostile && r.peers[p.id] == p
 	open := p.open()
-	again = slot.wanted && hopeful
+	again = slot.wanted && reachable
 	goesOn := open || p.moved
 	p.moved = p.moved && open
 	for _, in := range r.byID {
 		switch {
 		case in.peer != p || in.stuck:
-		case hopeful && (in.first.IsZero() || goesOn):
+		case reachable && (in.first.IsZero() || goesOn):
 			again = true
 		case !open:
 			lost = append(lost, in)
@@ -247,7 +247,7 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	busy := p.busy()
 	down = down || !busy && !p.met
 	slot.retryAt = time.Now().Add(r.redial)
-	if !hopeful && busy {
+	if !reachable && busy {
 		return false, down, nil // the peer's last stream decides
 	}
 	return false, down, lost
@@ -282,7 +282,7 @@ func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket random, k
 	defer s.rest()
 	conn.SetWriteDeadline(time.Now().Add(r.t.cfg.StallTimeout))
 	if key.sealed() {
-		err = s.greetSealed(ticket, key, n, attempt, before)
+		err = s.helloSealed(ticket, key, n, attempt, before)
 	} else {
 		_, err = conn.Write(hello(ticket, n, attempt, before))
 	}

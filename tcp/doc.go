@@ -6,7 +6,7 @@
 // over the control plane. If it shows no ticket of an admitted peer, P closes the stream.
 // P sends a transfer in frames, spread over D's streams as each of them has room.
 //
-// P uses as many streams as pay (breadth.go), and asks D to open more.
+// P uses as many streams as pay (stream_tuner.go), and asks D to open more.
 //
 // Streams are numbered. When one breaks, D opens the number anew and says how many bytes
 // of its frames it has received in all. P takes the new stream for the old, also when it

@@ -22,7 +22,7 @@ const returnGrace = 500 * time.Millisecond
 // stream anew. It tells the sink when it was the peer's last stream. If D sent what it
 // should not, the connection did not just break, and the transfers end.
 func (s *sender) streamEnded(st *outStream, err error) {
-	s.hear(st, err)
+	s.awaitCause(st, err)
 	network := broken(err)
 	err = fmt.Errorf("tcp stream from %s: %w: %w", st.conn.RemoteAddr(), core.ErrConnectionLost, s.t.describe(err))
 	s.mu.Lock()
@@ -30,7 +30,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 		s.mu.Unlock()
 		return
 	}
-	st.die()
+	st.shutDown()
 	st.conn.Close() // not before: the stream's other goroutine would take this for the cause
 	p := st.peer
 	p.slots[st.number].stream = nil
@@ -44,7 +44,7 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	for _, out := range p.byGrant {
 		switch {
 		case p.open > 0 && !out.sentOn(st.number):
-		case here && network && out.given.bytes == 0 && out.total > 0:
+		case here && network && out.ranges.bytes == 0 && out.total > 0:
 			s.await(out, s.t.cfg.DialTimeout, err) // D may not have received a byte of P's yet, and is then not as quick
 		case here && network:
 			s.await(out, bound, err)
@@ -63,10 +63,10 @@ func (s *sender) streamEnded(st *outStream, err error) {
 	}
 }
 
-// hear waits for the cause of a stream's end if the stream's other goroutine has it: the kernel tells one call why it has
+// awaitCause waits for the cause of a stream's end if the stream's other goroutine has it: the kernel tells one call why it has
 // given up a connection, and another that comes later only that there is none.
-func (s *sender) hear(st *outStream, err error) {
-	if !s.untold(st, err) {
+func (s *sender) awaitCause(st *outStream, err error) {
+	if !s.causeAwaited(st, err) {
 		return
 	}
 	late := time.NewTimer(s.late)
@@ -77,8 +77,8 @@ func (s *sender) hear(st *outStream, err error) {
 	}
 }
 
-// untold says whether an error leaves open why the kernel has given up a connection.
-func (s *sender) untold(st *outStream, err error) bool {
+// causeAwaited says whether an error leaves open why the kernel has given up a connection.
+func (s *sender) causeAwaited(st *outStream, err error) bool {
 	s.mu.Lock()
 	shut := st.shut // P has closed its end, and D then
 	s.mu.Unlock()

@@ -40,12 +40,12 @@ func (a *agent) halfStream(t *testing.T) (st *outStream, far *net.TCPConn) {
 	st = &outStream{conn: conn, raw: raw, peer: s.peers["d"]}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.enlist(st, 1)
+	s.addStream(st, 1)
 	return st, far
 }
 
 // TestCauseOfAnEnd: the kernel tells one of a stream's two goroutines why it has given up the connection. The loss has that
-// cause also if the other goroutine, which hears only of an end, is first.
+// cause also if the other goroutine, which learns only of an end, is first.
 func TestCauseOfAnEnd(t *testing.T) {
 	for _, vague := range []error{io.EOF, syscall.EPIPE} {
 		leaktest.Check(t)
@@ -80,17 +80,17 @@ func TestEndWithoutACause(t *testing.T) {
 	p := newAgent(t, Config{})
 	st, far := p.halfStream(t)
 	far.CloseWrite()
-	if _, err := st.conn.Read(make([]byte, 1)); !errors.Is(err, io.EOF) || p.sender.untold(st, err) {
+	if _, err := st.conn.Read(make([]byte, 1)); !errors.Is(err, io.EOF) || p.sender.causeAwaited(st, err) {
 		t.Errorf("D has closed its end: %v", err)
 	}
 	st.shut = true
 	st.conn.CloseWrite()
 	until(t, "both have closed it", st.closed)
-	if p.sender.untold(st, io.EOF) {
+	if p.sender.causeAwaited(st, io.EOF) {
 		t.Error("P has closed its end, and D has")
 	}
 	st.shut = false
-	if !p.sender.untold(st, io.EOF) || p.sender.untold(st, syscall.ETIMEDOUT) {
+	if !p.sender.causeAwaited(st, io.EOF) || p.sender.causeAwaited(st, syscall.ETIMEDOUT) {
 		t.Error("P has closed nothing: an end has a cause, and a cause is one")
 	}
 	p.sender.streamEnded(st, syscall.ETIMEDOUT)

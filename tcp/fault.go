@@ -114,7 +114,7 @@ func (s *sender) cannotRead(st *outStream, out *outbound, frame, sent uint64, er
 	if !goesOn {
 		s.mu.Lock()
 		st.shut = true
-		st.peer.breadth.breaks()
+		st.peer.tuner.reset()
 		st.peer.wake.Broadcast() // another stream is used in its place
 		s.mu.Unlock()
 		// D closes the stream then, and serve sees its end.

@@ -149,7 +149,7 @@ func TestReasonOfAnotherPeer(t *testing.T) {
 	p := newAgent(t, Config{})
 	grants := map[core.AgentID]random{}
 	conns := map[core.AgentID]*rawConn{}
-	for _, peer := range []core.AgentID{"d", "evil"} {
+	for _, peer := range []core.AgentID{"d", "attacker"} {
 		c, grant := dial(t, p), newRandom()
 		c.say(p.hello(t, peer, 0, 1, 0))
 		p.Write(core.WriteOp{ID: core.TransferID(peer), Peer: peer, Grant: grant[:], Pairs: p.pairs(t, oneBlock(0))})
@@ -159,12 +159,12 @@ func TestReasonOfAnotherPeer(t *testing.T) {
 		conns[peer], grants[peer] = c, grant
 	}
 	const why = "no\xff memory"
-	conns["evil"].say(frameBytes(header{kind: frameFault, key: grants["d"], length: uint64(len(why))}), []byte(why))
-	conns["evil"].say(frameBytes(header{kind: frameFault, key: grants["evil"], length: uint64(len(why))}), []byte(why))
-	if _, err := io.CopyN(io.Discard, conns["evil"], testBlock); err != nil {
+	conns["attacker"].say(frameBytes(header{kind: frameFault, key: grants["d"], length: uint64(len(why))}), []byte(why))
+	conns["attacker"].say(frameBytes(header{kind: frameFault, key: grants["attacker"], length: uint64(len(why))}), []byte(why))
+	if _, err := io.CopyN(io.Discard, conns["attacker"], testBlock); err != nil {
 		t.Fatal(err)
 	}
-	if o := p.sink.Wait("written", "evil", 1); o.Err == nil || o.Err.Error() != "tcp: decode agent evil: no memory" {
+	if o := p.sink.Wait("written", "attacker", 1); o.Err == nil || o.Err.Error() != "tcp: decode agent attacker: no memory" {
 		t.Error(o.Err)
 	}
 	if all := p.sink.All("written", "d"); len(all) != 0 {

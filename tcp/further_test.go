@@ -15,8 +15,8 @@ func (a *agent) slotsOf(peer core.AgentID) (opens, busy int) {
 	return a.receiver.peers[peer].opens, a.receiver.busy
 }
 
-// hears waits until D has read all that P has said on a stream.
-func (c *rawConn) hears() {
+// received waits until D has read all that P has said on a stream.
+func (c *rawConn) received() {
 	c.t.Helper()
 	c.say(frameBytes(header{kind: frameData}))
 	if h := c.next(); h.kind != frameNack {
@@ -40,7 +40,7 @@ func TestAskedForMore(t *testing.T) {
 			h := again(n, 0)
 			c.say(frameBytes(h))
 		}
-		c.hears()
+		c.received()
 	}
 	says(0, 2, 3, maxPeerStreams-1)
 	if opens, busy := d.slotsOf("p"); opens != 1 || busy != 1 {
@@ -71,7 +71,7 @@ func TestDescriptorsOfD(t *testing.T) {
 		t.Helper()
 		h := again(number, 0)
 		c.say(frameBytes(h))
-		c.hears()
+		c.received()
 		if opens, _ := d.slotsOf("p"); opens != want {
 			t.Errorf("asked for stream %d: %d streams are opened, want %d", number, opens, want)
 		}

@@ -82,11 +82,11 @@ func FuzzSender(f *testing.F) {
 	f.Add(true, marked(header{kind: frameAck, length: 1})[:headerSize-1])
 	f.Add(false, frameBytes(header{kind: frameHello, key: newRandom()}))
 	f.Add(false, []byte("GET / HTTP/1.1\r\n\r\n"))
-	f.Fuzz(func(t *testing.T, greeted bool, in []byte) {
+	f.Fuzz(func(t *testing.T, helloed bool, in []byte) {
 		p := newSizedAgent(t, Config{StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
 		p.sender.grace = time.Millisecond
 		d := dial(t, p)
-		if !greeted {
+		if !helloed {
 			d.say(in)
 			_ = d.Conn.(*net.TCPConn).CloseWrite()
 			d.ends()

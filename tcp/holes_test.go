@@ -80,7 +80,7 @@ func TestAcknowledgedBeforeAllWasGiven(t *testing.T) {
 	if told := p.sink.All("written", "t"); len(told) != 0 {
 		t.Fatalf("told %+v", told)
 	}
-	p.Extend(p.part("t", newRandom(), 16, [2]int{8, 8})) // of a former write with this id
+	p.Extend(p.part("t", newRandom(), 16, [2]int{8, 8})) // of an earlier write with this id
 	p.Extend(p.part("t", grant, 16, [2]int{12, 4}))
 	if h := c.skip(64); h.key != grant || h.position != 12*64 || h.length != 4*64 {
 		t.Fatalf("goes on with %+v", h)

@@ -47,17 +47,17 @@ func TestHostileSender(t *testing.T) {
 func TestGrantOfAnotherPeer(t *testing.T) {
 	leaktest.Check(t)
 	d := newAgent(t, Config{Streams: 1})
-	p, thief := fakeSender(t, d, "p"), fakeSender(t, d, "thief")
+	p, attacker := fakeSender(t, d, "p"), fakeSender(t, d, "attacker")
 	grant := d.expect(t, "t", "p", allBlocks(1))
-	d.expect(t, "u", "thief", [][]kv.BlockID{{1}})
+	d.expect(t, "u", "attacker", [][]kv.BlockID{{1}})
 	ones := bytes.Repeat([]byte{1}, testBlock)
-	thief.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)
-	if h := thief.next(); h.kind != frameNack || h.key != grant {
+	attacker.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)
+	if h := attacker.next(); h.kind != frameNack || h.key != grant {
 		t.Fatalf("answered by %+v", h)
 	}
 	// Its end would need the whole frame read; the next nack says that it was.
-	thief.say(frameBytes(header{kind: frameData, key: random{}}))
-	thief.next()
+	attacker.say(frameBytes(header{kind: frameData, key: random{}}))
+	attacker.next()
 	d.full(t, 0)
 	p.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)
 	if h := p.next(); h.kind != frameAck || h.key != grant || h.length != testBlock {

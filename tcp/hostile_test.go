@@ -19,16 +19,16 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestStrangersDoNotKeepDecodersOut: connections that show no ticket are few, and the
+// TestUnauthenticatedDoNotKeepDecodersOut: connections that show no ticket are few, and the
 // oldest is closed first. Connections that show a wrong ticket are closed.
-func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
+func TestUnauthenticatedDoNotKeepDecodersOut(t *testing.T) {
 	leaktest.Check(t)
 	sink, logs := observer.New(zap.WarnLevel)
-	p, d := newAgent(t, Config{MaxStreams: 4, MaxGreeting: 8, DialTimeout: time.Hour, Logger: zap.New(sink)}), newAgent(t, Config{})
-	strangers := func() (n int) {
+	p, d := newAgent(t, Config{MaxStreams: 4, MaxUnauthenticated: 8, DialTimeout: time.Hour, Logger: zap.New(sink)}), newAgent(t, Config{})
+	pending := func() (n int) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return len(p.sender.strangers.conns)
+		return len(p.sender.pending.conns)
 	}
 	var silent []net.Conn
 	for i := range 80 {
@@ -44,28 +44,28 @@ func TestStrangersDoNotKeepDecodersOut(t *testing.T) {
 		_, _ = c.Write(hello(newRandom(), 0, 1, 0)) // may be refused already
 		c.SetReadDeadline(time.Now().Add(bound))
 		if rest, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Fatalf("a stranger is let be, after %d bytes", len(rest))
+			t.Fatalf("an unauthenticated connection is let be, after %d bytes", len(rest))
 		}
 	}
 	for _, c := range silent[:len(silent)-8] { // each made place for a later one
 		c.SetReadDeadline(time.Now().Add(bound))
 		if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-			t.Fatal("a silent stranger is let be")
+			t.Fatal("a silent unauthenticated connection is let be")
 		}
 	}
-	if n := strangers(); n > 8 {
-		t.Fatalf("%d strangers", n)
+	if n := pending(); n > 8 {
+		t.Fatalf("%d pending connections", n)
 	}
 	move(t, p, d, "t")
 	var unlogged int
 	until(t, "the decode agent's two streams are there", func() bool { // the transfer needed only one of them
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		unlogged = p.sender.strangers.silent
+		unlogged = p.sender.pending.notLogged
 		return p.sender.streams == 2
 	})
 	if logs.Len() == 0 || unlogged == 0 && logs.Len() >= 40 {
-		t.Errorf("%d log lines and %d left out, of 72 strangers", logs.Len(), unlogged)
+		t.Errorf("%d log lines and %d left out, of 72 connections", logs.Len(), unlogged)
 	}
 }
 
@@ -190,7 +190,7 @@ func (p *fakeP) stream() (*rawConn, header) {
 	conn.SetReadDeadline(time.Now().Add(bound))
 	c := &rawConn{conn, p.t}
 	h, proof, err := readHello(c)
-	if err != nil || h.kind != frameHello || h.key != p.ticket.name() || !proof.shows(p.ticket, secret{}) {
+	if err != nil || h.kind != frameHello || h.key != p.ticket.name() || !proof.verify(p.ticket, secret{}) {
 		p.t.Fatalf("the stream begins with %+v, %v, want a hello with the ticket", h, err)
 	}
 	return c, h
@@ -228,8 +228,8 @@ func (a *agent) full(t *testing.T, v byte) {
 // bound, and disturbs nobody.
 func TestHostileHello(t *testing.T) {
 	leaktest.Check(t)
-	greeting := hello(newRandom(), 0, 1, 0)
-	other := bytes.Clone(greeting)
+	hello := hello(newRandom(), 0, 1, 0)
+	other := bytes.Clone(hello)
 	other[3]++ // the version
 	p, d := newAgent(t, Config{DialTimeout: 3 * time.Second}), newAgent(t, Config{})
 	move(t, p, d, "before")
@@ -238,19 +238,19 @@ func TestHostileHello(t *testing.T) {
 		then  func(c *rawConn)
 	}{
 		"nothing":                    {nil, (*rawConn).ends},
-		"half a header":              {greeting[:headerSize/2], (*rawConn).ends},
-		"half a header, and the end": {greeting[:headerSize/2], func(c *rawConn) { _ = c.Conn.(*net.TCPConn).CloseWrite(); c.ends() }},
+		"half a header":              {hello[:headerSize/2], (*rawConn).ends},
+		"half a header, and the end": {hello[:headerSize/2], func(c *rawConn) { _ = c.Conn.(*net.TCPConn).CloseWrite(); c.ends() }},
 		"garbage":                    {bytes.Repeat([]byte("GET / HTTP/1.1\r\n"), 64), (*rawConn).ends},
 		"another version":            {other, (*rawConn).ends},
 		"data first":                 {frameBytes(header{kind: frameData, length: 1 << 62}), (*rawConn).ends},
-		"a wrong ticket": {greeting, func(c *rawConn) {
+		"a wrong ticket": {hello, func(c *rawConn) {
 			if h := c.next(); h.kind != frameLeave {
 				c.t.Errorf("answered by %+v", h)
 			}
 			c.ends()
 		}},
 		"no ticket":    {frameBytes(header{kind: frameHello}), (*rawConn).ends},
-		"half a hello": {greeting[:headerSize+3], (*rawConn).ends},
+		"half a hello": {hello[:headerSize+3], (*rawConn).ends},
 	} {
 		t.Run(name, func(t *testing.T) {
 			raw := dial(t, p)
@@ -272,7 +272,7 @@ func TestHostileDecoder(t *testing.T) {
 	attempt := uint64(0)
 	for name, words := range map[string][]byte{
 		"garbage":       bytes.Repeat([]byte{0xff}, 400),
-		"hello again":   p.hello(t, "evil", 0, 99, 0),
+		"hello again":   p.hello(t, "attacker", 0, 99, 0),
 		"data":          frameBytes(header{kind: frameData, length: 1 << 62}),
 		"unknown kind":  frameBytes(header{kind: 99}),
 		"half a header": frameBytes(header{kind: frameAck})[:13],
@@ -280,17 +280,17 @@ func TestHostileDecoder(t *testing.T) {
 		"half a reason": append(frameBytes(header{kind: frameFault, length: 40}), "why"...),
 	} {
 		t.Run(name, func(t *testing.T) {
-			evil := dial(t, p)
+			attacker := dial(t, p)
 			attempt++
-			evil.say(p.hello(t, "evil", 0, attempt, 0))
+			attacker.say(p.hello(t, "attacker", 0, attempt, 0))
 			id, down := core.TransferID(name), len(p.sink.All("down", ""))
 			grant := newRandom()
-			p.Write(core.WriteOp{ID: id, Peer: "evil", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-			if h := evil.next(); h.kind != frameData || h.key != grant {
+			p.Write(core.WriteOp{ID: id, Peer: "attacker", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+			if h := attacker.next(); h.kind != frameData || h.key != grant {
 				t.Fatalf("begins with %+v", h)
 			}
-			evil.say(words)
-			_ = evil.Conn.(*net.TCPConn).CloseWrite()
+			attacker.say(words)
+			_ = attacker.Conn.(*net.TCPConn).CloseWrite()
 			if o := p.sink.Wait("written", id, 1); !errors.Is(o.Err, core.ErrConnectionLost) {
 				t.Errorf("written with %v", o.Err)
 			}
@@ -305,9 +305,9 @@ func TestHostileDecoder(t *testing.T) {
 func TestLyingDecoder(t *testing.T) {
 	leaktest.Check(t)
 	p := newAgent(t, Config{})
-	good, evil := dial(t, p), dial(t, p)
+	good, attacker := dial(t, p), dial(t, p)
 	good.say(p.hello(t, "good", 0, 1, 0))
-	evil.say(p.hello(t, "evil", 0, 1, 0))
+	attacker.say(p.hello(t, "attacker", 0, 1, 0))
 	grant, ends := newRandom(), newRandom()
 	p.Write(core.WriteOp{ID: "t", Peer: "good", Grant: grant[:], Pairs: p.pairs(t, allBlocks(1))})
 	if h := good.next(); h.key != grant || h.length != testBlock {
@@ -316,7 +316,7 @@ func TestLyingDecoder(t *testing.T) {
 	if _, err := io.CopyN(io.Discard, good, testBlock); err != nil {
 		t.Fatal(err)
 	}
-	evil.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}), frameBytes(header{kind: frameNack, key: grant}))
+	attacker.say(frameBytes(header{kind: frameAck, key: grant, length: testBlock}), frameBytes(header{kind: frameNack, key: grant}))
 	for _, n := range []uint64{0, testBlock - 1, testBlock + 1, 1 << 63} {
 		good.say(frameBytes(header{kind: frameAck, key: grant, length: n}))
 	}
@@ -324,7 +324,7 @@ func TestLyingDecoder(t *testing.T) {
 	for _, c := range []struct {
 		peer core.AgentID
 		conn *rawConn
-	}{{"evil", evil}, {"good", good}} {
+	}{{"attacker", attacker}, {"good", good}} {
 		p.Write(core.WriteOp{ID: core.TransferID(c.peer), Peer: c.peer, Grant: ends[:], Pairs: p.pairs(t, allBlocks(1))})
 		c.conn.say(frameBytes(header{kind: frameNack, key: ends}))
 		if o := p.sink.Wait("written", core.TransferID(c.peer), 1); !errors.Is(o.Err, core.ErrNotExpected) {
@@ -349,13 +349,13 @@ func TestStreamsOfOnePeer(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{MaxStreams: 4 * maxPeerStreams}), newAgent(t, Config{})
 	for i := range maxPeerStreams + 9 {
-		dial(t, p).say(p.hello(t, "greedy", i%maxPeerStreams, uint64(1+i), ^uint64(0)))
+		dial(t, p).say(p.hello(t, "many", i%maxPeerStreams, uint64(1+i), ^uint64(0)))
 	}
 	move(t, p, d, "beside")
 	until(t, "each has been greeted", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return p.sender.peers["greedy"].open == maxPeerStreams && len(p.sender.strangers.conns) == 0
+		return p.sender.peers["many"].open == maxPeerStreams && len(p.sender.pending.conns) == 0
 	})
 }
 
@@ -364,10 +364,10 @@ func TestStreamsOfOnePeer(t *testing.T) {
 func TestPeerThatNeverReads(t *testing.T) {
 	leaktest.Check(t)
 	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})
-	deaf := dial(t, p)
-	deaf.say(p.hello(t, "deaf", 0, 1, 0))
+	stalled := dial(t, p)
+	stalled.say(p.hello(t, "stalled", 0, 1, 0))
 	grant := newRandom()
-	p.Write(core.WriteOp{ID: "t", Peer: "deaf", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
+	p.Write(core.WriteOp{ID: "t", Peer: "stalled", Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
 	for i := range 20 {
 		move(t, p, d, core.TransferID(fmt.Sprint("beside", i)))
 	}

@@ -218,9 +218,9 @@ func TestBrokenBeforeAnythingWasGiven(t *testing.T) {
 	endsWell(t, "t", p, d)
 }
 
-// TestLostInTheMidstOfAPartialOffer: bytes that were lost with a stream are sent again at
+// TestLostWithinAPartialOffer: bytes that were lost with a stream are sent again at
 // their position, whichever part they were of, between parts that are given later.
-func TestLostInTheMidstOfAPartialOffer(t *testing.T) {
+func TestLostWithinAPartialOffer(t *testing.T) {
 	leaktest.Check(t)
 	const fronts, steps, size = 4, 16, 48 << 10
 	for name, c := range map[string]struct{ streams, after int }{
@@ -284,7 +284,7 @@ func FuzzPartial(f *testing.F) {
 				for at := from; at < to; at += 7 {
 					runs = append(runs, run{base: uintptr(base + at), len: uint64(min(7, to-at))})
 				}
-				err := out.give([]stretch{{position: uint64(from), end: uint64(to), begins: uint64(from), runs: runs}})
+				err := out.give([]sendRange{{position: uint64(from), end: uint64(to), begins: uint64(from), runs: runs}})
 				if (err == nil) != fits {
 					t.Fatalf("bytes %d to %d are given: %v", from, to, err)
 				}

@@ -51,7 +51,7 @@ type inbound struct {
 	id    core.TransferID
 	grant random
 	peer  *inPeer
-	places
+	destination
 	total uint64
 
 	// fence is held for reading while bytes are copied into the runs, and for
@@ -112,11 +112,11 @@ func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segme
 
 // ExpectPlan implements core.Cutter.
 func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst kv.Plan) ([]byte, error) {
-	return t.expect(id, peer, places{plan: dst})
+	return t.expect(id, peer, destination{plan: dst})
 }
 
-func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst places) ([]byte, error) {
-	in := &inbound{id: id, grant: newRandom(), places: dst, total: dst.bytes(), copies: copies{late: t.late, all: &t.receiver.copying}}
+func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst destination) ([]byte, error) {
+	in := &inbound{id: id, grant: newRandom(), destination: dst, total: dst.bytes(), copies: copies{late: t.late, all: &t.receiver.copying}}
 	r := &t.receiver
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -155,15 +155,15 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 
 // revoke returns when no stream reads, or copies, into the runs any more, or with an error if Close waits for copies no longer.
 func (in *inbound) revoke() error {
-	in.bar()
+	in.block()
 	if !in.copies.wait() && !fault.On("tcp-revoke-unsure") {
 		return fmt.Errorf("tcp: transfer %q is revoked, but its memory is copied to: %w", string(in.id), core.ErrMayLand)
 	}
 	return nil
 }
 
-// bar has no stream read, or begin a copy, into the runs any more.
-func (in *inbound) bar() {
+// block has no stream read, or begin a copy, into the runs any more.
+func (in *inbound) block() {
 	in.fence.Lock()
 	defer in.fence.Unlock()
 	in.revoked = true
@@ -189,7 +189,7 @@ func (r *receiver) close() {
 	clear(r.byGrant)
 	r.mu.Unlock()
 	for _, in := range left {
-		in.bar() // the streams wait for the copies, and Close for the streams
+		in.block() // the streams wait for the copies, and Close for the streams
 	}
 }
 
@@ -247,7 +247,7 @@ type inStream struct {
 	vec      []iovec
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
-	landing  landing
+	staging  staging
 	least    int       // bytes that make the socket readable; 0 is 1
 	window   []run     // of the plan of the transfer whose frame is read
 	cuts     int       // runs of it since the frame began

@@ -12,16 +12,16 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// brim is a socket that poll(2) calls writable and that takes no bytes, as the system calls of a stream
+// limit is a socket that poll(2) calls writable and that takes no bytes, as the system calls of a stream
 // see it: a netlink socket that is connected to one whose queue is full. What is waited for is the
 // stream's own socket.
-type brim struct {
+type limit struct {
 	syscall.RawConn
 	fd    int
 	calls atomic.Int64
 }
 
-func newBrim(t *testing.T, of syscall.RawConn) *brim {
+func newLimit(t *testing.T, of syscall.RawConn) *limit {
 	t.Helper()
 	var fds [2]int
 	var at [2]unix.Sockaddr
@@ -54,10 +54,10 @@ func newBrim(t *testing.T, of syscall.RawConn) *brim {
 	if !polled(uintptr(fds[0]), unix.POLLOUT) {
 		t.Fatal("the kernel calls it full")
 	}
-	return &brim{RawConn: of, fd: fds[0]}
+	return &limit{RawConn: of, fd: fds[0]}
 }
 
-func (b *brim) Write(f func(uintptr) bool) error {
+func (b *limit) Write(f func(uintptr) bool) error {
 	return b.RawConn.Write(func(uintptr) bool {
 		b.calls.Add(1)
 		return f(uintptr(b.fd))
@@ -74,7 +74,7 @@ func TestSocketThatRefuses(t *testing.T) {
 	c := dial(t, p)
 	c.say(p.hello(t, "d", 0, 1, 0))
 	st := p.stream(t, "d")
-	b := newBrim(t, st.raw)
+	b := newLimit(t, st.raw)
 	p.sender.mu.Lock()
 	st.raw = b // the stream looks at its field when it has a frame
 	p.sender.mu.Unlock()

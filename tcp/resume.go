@@ -65,7 +65,7 @@ func (out *outbound) lose(number int, received uint64) {
 	}
 	out.sent = kept
 	out.paces()
-	out.ask = out.ask || touched && out.left == 0 && out.given.bytes == out.total
+	out.ask = out.ask || touched && out.left == 0 && out.ranges.bytes == out.total
 }
 
 // cut puts the next frame's bytes, at most limit, into a stream's vector. They follow each
@@ -75,7 +75,7 @@ func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64
 		return v, out.total, 0 // the frame asks D
 	}
 	next := out.todo[0]
-	v, n = out.given.fill(v, next.From, min(limit, next.To-next.From))
+	v, n = out.ranges.fill(v, next.From, min(limit, next.To-next.From))
 	out.todo.Drop(n)
 	out.left -= n
 	return v, next.From, n
@@ -96,7 +96,7 @@ func (out *outbound) enqueue(queued bool) {
 // gives up a transfer whose connections bring nothing. So if D's connections break
 // meanwhile, a frame without bytes on each new one says that the transfer lives.
 func (out *outbound) rests() bool {
-	return out.err == nil && out.left == 0 && out.given.bytes > 0 && out.given.bytes < out.total
+	return out.err == nil && out.left == 0 && out.ranges.bytes > 0 && out.ranges.bytes < out.total
 }
 
 // sentOn says whether a frame may be lost with a stream of that number.

@@ -172,7 +172,7 @@ func TestLateHello(t *testing.T) {
 	for name, hello := range map[string][]byte{
 		"older": p.hello(t, "d", 1, 6, 0), "the same": p.hello(t, "d", 1, 7, 0), "none": p.hello(t, "d", 1, 0, 0),
 		"no ticket": hello(newRandom(), 1, 99, 0),
-		// what a host on the way has seen of the stream that is open, with its attempt raised
+		// what a host on the path has seen of the stream that is open, with its attempt raised
 		"no proof": append(frameBytes(header{kind: frameHello, key: random(p.admit(t, "d")).name(), length: 99<<numberBits | 1}), p.hello(t, "d", 1, 7, 0)[headerSize:]...),
 	} {
 		if n := p.refuses(t, "d", hello); (n == 0) == (name == "no ticket") {
@@ -316,7 +316,7 @@ func FuzzResume(f *testing.F) {
 			if i%3 == 2 { // the bytes between were not given
 				end += 1 + limit/2
 			}
-			if err := out.give([]stretch{{position: end, end: end + n, begins: end, runs: []run{{base: uintptr(1 + end), len: n}}}}); err != nil {
+			if err := out.give([]sendRange{{position: end, end: end + n, begins: end, runs: []run{{base: uintptr(1 + end), len: n}}}}); err != nil {
 				t.Fatal(err)
 			}
 			out.sent = append(out.sent, sentFrame{7, offset, piece{end, n}}, sentFrame{8, offset, piece{end, n}})
@@ -327,7 +327,7 @@ func FuzzResume(f *testing.F) {
 			offset += headerSize + n
 			end += n
 		}
-		out.todo, out.left, out.total = nil, 0, out.given.bytes // as if all were
+		out.todo, out.left, out.total = nil, 0, out.ranges.bytes // as if all were
 		wraps := offset < base || base+received < base
 		out.lose(7, base+received)
 		if out.sentOn(7) || len(out.sent) != len(lengths) {

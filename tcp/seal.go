@@ -61,7 +61,7 @@ type seals struct {
 // peer over the control plane, so that they stand for the two agents. The hello names the
 // stream's number and attempt, and each side adds a random value of its own: no two
 // streams have a key in common, whatever is replayed to either side.
-func newSeals(ticket random, s secret, greeting *[headerSize]byte, ofD, ofP random) (*seals, error) {
+func newSeals(ticket random, s secret, hello *[headerSize]byte, ofD, ofP random) (*seals, error) {
 	salt := append(ofD[:], ofP[:]...)
 	shared, err := hkdf.Extract(sha256.New, append(ticket[:], s[:]...), salt)
 	if err != nil {
@@ -72,7 +72,7 @@ func newSeals(ticket random, s secret, greeting *[headerSize]byte, ofD, ofP rand
 			return nil
 		}
 		b := &box{}
-		if b.secret, err = hkdf.Expand(sha256.New, shared, "kvconn tcp "+name+string(greeting[:]), sha256.Size); err == nil {
+		if b.secret, err = hkdf.Expand(sha256.New, shared, "kvconn tcp "+name+string(hello[:]), sha256.Size); err == nil {
 			err = b.rekey()
 		}
 		return b

@@ -12,14 +12,14 @@ import (
 // sealDefects are the places of internal/fault in the records of sealed streams, where P finds out whose a stream is, and where the
 // time of a transfer is taken, each with the test that finds it.
 var sealDefects = []faulttest.Defect{
-	{"seal-tag", "TestHostOnTheWay"},
+	{"seal-tag", "TestManInTheMiddle"},
 	{"seal-nonce", "TestKeysOfStreams"},
-	{"seal-nonce", "TestHostOnTheWay"},
+	{"seal-nonce", "TestManInTheMiddle"},
 	{"seal-direction", "TestKeysOfStreams"},
 	{"seal-in-the-clear", "TestHelloHeldBack"},
 	{"stream-ticket-shared", "TestTicketOfOneAgent"},
-	{"stream-addresses-alike", "TestStreamsOfACrowd"},
-	{"stream-agents-alike", "TestStreamsOfGreedyPeers"},
+	{"stream-addresses-alike", "TestStreamsOfManyAgents"},
+	{"stream-agents-alike", "TestStreamsOfPeersWithMany"},
 	{"stream-unproved", "TestLateHello"},
 	{"stream-attempt-again", "TestPlainHelloAgain"},
 	{"stream-attempt-again", "TestHelloAgain"},

@@ -65,8 +65,8 @@ func (p *helloProof) bytes() []byte {
 	return append(append(append([]byte(nil), p.of[:]...), p.salt[:]...), p.got[:]...)
 }
 
-// greetSealed says hello, and derives the stream's keys from P's answer.
-func (s *inStream) greetSealed(ticket random, key secret, number int, attempt, received uint64) error {
+// helloSealed says hello, and derives the stream's keys from P's answer.
+func (s *inStream) helloSealed(ticket random, key secret, number int, attempt, received uint64) error {
 	said := sealedHello(ticket, key, number, attempt, received)
 	if _, err := s.conn.Write(said.bytes()); err != nil {
 		return err
@@ -86,16 +86,16 @@ func (s *inStream) greetSealed(ticket random, key secret, number int, attempt, r
 	return err
 }
 
-// welcome seals an accepted stream. P's answer is sent when the stream runs.
-func (st *outStream) welcome(p *helloProof) (err error) {
+// acceptSealed seals an accepted stream. P's answer is sent when the stream runs.
+func (st *outStream) acceptSealed(p *helloProof) (err error) {
 	salt := newRandom()
 	(&header{kind: frameWelcome, key: salt}).encode(&st.first)
 	st.sealed, err = newSeals(st.peer.ticket, st.peer.secret, &p.of, p.salt, salt)
 	return err
 }
 
-// welcome is the first that P says on a sealed stream.
-func (s *sender) welcome(st *outStream) error {
+// sendWelcome is the first that P says on a sealed stream.
+func (s *sender) sendWelcome(st *outStream) error {
 	if st.sealed == nil {
 		return nil
 	}

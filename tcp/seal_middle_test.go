@@ -16,7 +16,7 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// middle is a host on the way of streams. It does with P's bytes what a test says.
+// middle is a host on the path of streams. It does with P's bytes what a test says.
 type middle struct {
 	net.Listener
 	t *testing.T
@@ -118,9 +118,9 @@ func start(t *testing.T, p, d *agent, endpoint string, id core.TransferID, block
 	p.Write(core.WriteOp{ID: id, Peer: "d", Grant: grant[:], Pairs: p.pairs(t, blocks)})
 }
 
-// TestHostOnTheWay: a host that changes P's bytes ends the transfer on both sides with a
+// TestManInTheMiddle: a host that changes P's bytes ends the transfer on both sides with a
 // reason. No byte lands that P has not sent for that place.
-func TestHostOnTheWay(t *testing.T) {
+func TestManInTheMiddle(t *testing.T) {
 	for name, down := range map[string]func(from io.Reader, to io.Writer){
 		"a bit of the welcome": func(from io.Reader, to io.Writer) {
 			b := take(from, headerSize)
@@ -190,7 +190,7 @@ func TestHostOnTheWay(t *testing.T) {
 				t.Error("P's half ended well")
 			}
 			noWrongByte(t, p, d)
-			start(t, p, d, p.Endpoint(), "after", allBlocks(sealedBlocks)) // on a way without that host
+			start(t, p, d, p.Endpoint(), "after", allBlocks(sealedBlocks)) // on a path without that host
 			if o := d.sink.Wait("received", "after", 1); o.Err != nil {
 				t.Errorf("afterwards: %v", o.Err)
 			}
@@ -293,7 +293,7 @@ func TestForgedAnswer(t *testing.T) {
 	}
 }
 
-// TestDowngrade: a host on the way that has D's hello say that it wants no encryption gets
+// TestDowngrade: a host on the path that has D's hello say that it wants no encryption gets
 // nothing from P, and D takes nothing that is not encrypted.
 func TestDowngrade(t *testing.T) {
 	leaktest.Check(t)

@@ -7,13 +7,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// unsealer opens the records that D reads. A record's bytes lie in a slate until its tag is
+// unsealer opens the records that D reads. A record's bytes lie in a recordBuffer until its tag is
 // known to be right. Then they are read from there, as from a plain stream, into the blocks.
 type unsealer struct {
 	*seals
-	slate *slate // nil between frames
-	have  int    // bytes of a record that have come
-	plain int    // bytes of an opened record that are not read yet
+	buffer *recordBuffer // nil between frames
+	have   int           // bytes of a record that have come
+	plain  int           // bytes of an opened record that are not read yet
 }
 
 // some reads some of a frame's bytes into the blocks, or away. It may wait for the peer.
@@ -22,7 +22,7 @@ func (s *inStream) some(in *inbound, cur *cursor, left uint64, idle *stall) (n u
 	if s.sealed == nil {
 		err = s.raw.Read(func(fd uintptr) bool {
 			n, errno = s.read(fd, in, cur, left)
-			if errno != syscall.EAGAIN || s.landing.busy() {
+			if errno != syscall.EAGAIN || s.staging.busy() {
 				return true
 			}
 			s.waitsForMore(fd, left, idle)
@@ -36,7 +36,7 @@ func (s *inStream) some(in *inbound, cur *cursor, left uint64, idle *stall) (n u
 			return n, errno, err
 		}
 	}
-	n, errno = s.read(uintptr(u.slate.fd), in, cur, min(left, uint64(u.plain)))
+	n, errno = s.read(uintptr(u.buffer.fd), in, cur, min(left, uint64(u.plain)))
 	if errno == 0 {
 		u.plain -= int(n)
 		if uint64(n) == left {
@@ -49,16 +49,16 @@ func (s *inStream) some(in *inbound, cur *cursor, left uint64, idle *stall) (n u
 // record reads more of the next record, and opens it when it is whole.
 func (s *inStream) record(left uint64, idle *stall) (n uintptr, errno syscall.Errno, err error) {
 	u := s.sealed
-	if u.slate == nil {
-		if u.slate, err = s.r.t.slates.take(); err != nil {
+	if u.buffer == nil {
+		if u.buffer, err = s.r.t.buffers.take(); err != nil {
 			return 0, 0, err
 		}
 	}
 	size := int(min(left, recordBytes))
-	whole := u.slate.box[:size+tagBytes]
+	whole := u.buffer.box[:size+tagBytes]
 	err = s.raw.Read(func(fd uintptr) bool {
 		n, errno = receive(fd, whole[u.have:])
-		return errno != syscall.EAGAIN || s.landing.busy()
+		return errno != syscall.EAGAIN || s.staging.busy()
 	})
 	if err != nil || errno != 0 || n == 0 {
 		return n, errno, err
@@ -71,21 +71,21 @@ func (s *inStream) record(left uint64, idle *stall) (n uintptr, errno syscall.Er
 	u.have = 0
 	// The bytes end where the file ends, so that nothing reads beyond them.
 	begin := recordBytes - size
-	if _, err := u.data.open(u.slate.mem[begin:begin:recordBytes], whole); err != nil {
+	if _, err := u.data.open(u.buffer.mem[begin:begin:recordBytes], whole); err != nil {
 		return 0, 0, err
 	}
-	if _, err := unix.Seek(u.slate.fd, int64(begin), unix.SEEK_SET); err != nil {
+	if _, err := unix.Seek(u.buffer.fd, int64(begin), unix.SEEK_SET); err != nil {
 		return 0, 0, fmt.Errorf("lseek: %w", err)
 	}
 	u.plain = size
 	return n, 0, nil
 }
 
-// rest gives the slate back until the next frame.
+// rest gives the buffer back until the next frame.
 func (s *inStream) rest() {
-	if u := s.sealed; u != nil && u.slate != nil {
-		s.r.t.slates.give(u.slate)
-		u.slate = nil
+	if u := s.sealed; u != nil && u.buffer != nil {
+		s.r.t.buffers.give(u.buffer)
+		u.buffer = nil
 	}
 }
 

@@ -11,14 +11,14 @@ import (
 // slots, before it seals any of them. So a block that cannot be read leaves no trace in the
 // stream.
 type sealing struct {
-	w     *frameWriter
-	box   *box
-	slate *slate
-	left  uint64 // bytes of the frame that are not gathered
-	head  uint64 // bytes of the header that are not gathered
-	have  int    // bytes that are gathered and not sent
-	sent  uint64 // bytes of the frame that are sent, header included
-	part  []iovec
+	w      *frameWriter
+	box    *box
+	buffer *recordBuffer
+	left   uint64 // bytes of the frame that are not gathered
+	head   uint64 // bytes of the header that are not gathered
+	have   int    // bytes that are gathered and not sent
+	sent   uint64 // bytes of the frame that are sent, header included
+	part   []iovec
 
 	pending []byte // of a record that is sealed and not sent whole
 	holds   uint64 // bytes of the frame in that record
@@ -31,12 +31,12 @@ func (w *frameWriter) seal(length uint64) error {
 	if w.st.sealed == nil {
 		return nil
 	}
-	slate, err := w.s.t.slates.take()
+	buffer, err := w.s.t.buffers.take()
 	if err != nil {
 		return &copyError{"encrypt", err}
 	}
 	f := &w.st.sealing
-	*f = sealing{w: w, box: w.st.sealed.data, slate: slate, left: length - headerSize, head: headerSize, part: f.part[:0]}
+	*f = sealing{w: w, box: w.st.sealed.data, buffer: buffer, left: length - headerSize, head: headerSize, part: f.part[:0]}
 	w.sealing = f
 	return nil
 }
@@ -47,7 +47,7 @@ func (w *frameWriter) sealed(sent uint64) uint64 {
 	if f == nil {
 		return sent
 	}
-	w.s.t.slates.give(f.slate)
+	w.s.t.buffers.give(f.buffer)
 	if f.begun {
 		return max(f.sent, 1)
 	}
@@ -86,7 +86,7 @@ func (f *sealing) write(vec []iovec, until time.Time) (taken uint64, err error) 
 	}
 	for len(vec) > 0 {
 		f.part = front(f.part[:0], vec, min(recordBytes-uint64(f.have), f.left))
-		n, errno := gather(f.slate, f.have, f.part)
+		n, errno := gather(f.buffer, f.have, f.part)
 		switch {
 		case errno == syscall.EFAULT:
 			return taken, f.w.s.t.fault(f.part, false)
@@ -116,8 +116,8 @@ func front(out, vec []iovec, bytes uint64) []iovec {
 	return out
 }
 
-// gather copies a vector's bytes into a slate. The kernel does it, see slate.
-func gather(s *slate, at int, v []iovec) (uintptr, syscall.Errno) {
+// gather copies a vector's bytes into a recordBuffer. The kernel does it, see recordBuffer.
+func gather(s *recordBuffer, at int, v []iovec) (uintptr, syscall.Errno) {
 	for {
 		n, _, errno := syscall.Syscall6(syscall.SYS_PWRITEV, uintptr(s.fd), uintptr(unsafe.Pointer(&v[0])), uintptr(len(v)), uintptr(at), 0, 0)
 		if errno != syscall.EINTR {
@@ -128,13 +128,13 @@ func gather(s *slate, at int, v []iovec) (uintptr, syscall.Errno) {
 
 // send seals what is gathered, and sends it; the first time behind the header's record.
 func (f *sealing) send(until time.Time) (err error) {
-	out, bytes := f.slate.box, uint64(f.have)
+	out, bytes := f.buffer.box, uint64(f.have)
 	if f.sent == 0 {
 		bytes += headerSize
 		out, err = f.box.seal(out, f.w.st.hdr[:])
 	}
 	if err == nil && f.have > 0 {
-		out, err = f.box.seal(out, f.slate.mem[:f.have])
+		out, err = f.box.seal(out, f.buffer.mem[:f.have])
 	}
 	if err != nil {
 		return err

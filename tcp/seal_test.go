@@ -127,7 +127,7 @@ func FuzzSealedReceiver(f *testing.F) {
 	f.Add(frameBytes(header{kind: frameWelcome, key: newRandom()}), append(marked(header{kind: frameData, length: fuzzBlock}), make([]byte, fuzzBlock)...))
 	f.Add(marked(header{kind: frameData, length: fuzzBlock}), make([]byte, fuzzBlock))
 	f.Add(frameBytes(header{kind: frameLeave}), []byte{})
-	f.Fuzz(func(t *testing.T, welcome, in []byte) {
+	f.Fuzz(func(t *testing.T, answer, in []byte) {
 		d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour}, fuzzBlocks, fuzzBlock)
 		d.receiver.redial = time.Millisecond
 		l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -146,7 +146,7 @@ func FuzzSealedReceiver(f *testing.F) {
 		defer c.Close()
 		l.Close()
 		grant := d.expect(t, "t", "p", fuzzDst)
-		_, _ = c.Write(append(welcome, bytes.ReplaceAll(in, grantMark, grant[:])...))
+		_, _ = c.Write(append(answer, bytes.ReplaceAll(in, grantMark, grant[:])...))
 		_ = c.(*net.TCPConn).CloseWrite()
 		until(t, "the loss is told", func() bool { return len(d.sink.All("down", "")) == 1 })
 		d.Dismiss("p")

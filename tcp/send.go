@@ -22,19 +22,19 @@ import (
 
 // sender is P's half: the admitted D agents, and the transfers that go to them.
 type sender struct {
-	t         *Transport
-	mu        sync.Mutex
-	peers     map[core.AgentID]*outPeer // of the admitted peers
-	byTicket  map[random]*outPeer       // the same, by the names of tickets
-	byID      map[core.TransferID]*outbound
-	streams   int          // of all peers
-	from      quota.Counts // the same, by the addresses that they come from
-	patrol    *time.Timer  // while there are transfers; see look
-	strangers strangers
-	grace     time.Duration              // see returnGrace
-	late      time.Duration              // see hear
-	meter     func([]*outStream) reading // see meter
-	closed    bool
+	t        *Transport
+	mu       sync.Mutex
+	peers    map[core.AgentID]*outPeer // of the admitted peers
+	byTicket map[random]*outPeer       // the same, by the names of tickets
+	byID     map[core.TransferID]*outbound
+	streams  int          // of all peers
+	from     quota.Counts // the same, by the addresses that they come from
+	watchdog *time.Timer  // while there are transfers; see look
+	pending  pendingConns
+	grace    time.Duration              // see returnGrace
+	late     time.Duration              // see awaitCause
+	meter    func([]*outStream) reading // see meter
+	closed   bool
 }
 
 // outPeer is an admitted D agent, and the streams that it has opened.
@@ -45,7 +45,7 @@ type outPeer struct {
 	slots   [maxPeerStreams]outSlot // by number
 	open    int                     // streams in them
 	stuck   *outStream              // D is to open it anew; another stream tells D
-	breadth breadth
+	tuner   streamTuner
 	asks    bool        // D is to open one more
 	queue   []*outbound // that have a frame to send; served in turn
 	byGrant map[random]*outbound
@@ -60,20 +60,20 @@ type outSlot struct {
 
 // outStream is one accepted connection.
 type outStream struct {
-	conn   *net.TCPConn
-	raw    syscall.RawConn
-	peer   *outPeer
-	from   netip.Prefix // the address that it counts under
-	number int
-	offset uint64 // of the next frame, as D counts received bytes
-	dead   bool
-	shut   bool            // P has said that it writes no more
-	deaf   bool            // it makes no progress: D is to open it anew, and others are used meanwhile
-	life   context.Context // ends when dead is set
-	end    func()          // ends it
-	acked  uint64          // bytes that D's kernel had acknowledged at the last look
-	still  int             // looks since without any
-	rested []random        // transfers that rested when it was opened: the stream is to say of each that it lives
+	conn    *net.TCPConn
+	raw     syscall.RawConn
+	peer    *outPeer
+	from    netip.Prefix // the address that it counts under
+	number  int
+	offset  uint64 // of the next frame, as D counts received bytes
+	dead    bool
+	shut    bool            // P has said that it writes no more
+	stalled bool            // it makes no progress: D is to open it anew, and others are used meanwhile
+	life    context.Context // ends when dead is set
+	end     func()          // ends it
+	acked   uint64          // bytes that D's kernel had acknowledged at the last look
+	still   int             // looks since without any
+	rested  []random        // transfers that rested when it was opened: the stream is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
 	vec     []iovec
 	hdr     [headerSize]byte
@@ -105,7 +105,7 @@ func (s *sender) admit(peer core.AgentID, sealed bool) ([]byte, error) {
 	p := s.peers[peer]
 	if p == nil {
 		p = &outPeer{id: peer, ticket: newRandom(), byGrant: map[random]*outbound{}, wake: sync.NewCond(&s.mu)}
-		s.finds(p)
+		s.applyFound(p)
 		if sealed {
 			p.secret = secret(newRandom())
 		}
@@ -117,8 +117,8 @@ func (s *sender) admit(peer core.AgentID, sealed bool) ([]byte, error) {
 	return p.showTicket(sealed)
 }
 
-// dismiss forgets a D agent: its streams are closed, its writes end.
-func (s *sender) dismiss(peer core.AgentID) {
+// forgetPeer forgets a D agent: its streams are closed, its writes end.
+func (s *sender) forgetPeer(peer core.AgentID) {
 	s.mu.Lock()
 	p := s.peers[peer]
 	if p == nil || s.closed {
@@ -148,14 +148,14 @@ func (p *outPeer) closeAll() {
 	}
 }
 
-// die says that the stream is over; sender.mu is held.
-func (st *outStream) die() {
+// shutDown says that the stream is over; sender.mu is held.
+func (st *outStream) shutDown() {
 	st.dead = true
 	st.end()
 }
 
-// drop ends a connection that has nothing worth sending any more.
-func (st *outStream) drop() {
+// abort ends a connection that has nothing worth sending any more.
+func (st *outStream) abort() {
 	_ = st.conn.SetLinger(0) // else the kernel would go on sending its buffer
 	st.conn.Close()
 }
@@ -180,7 +180,7 @@ func (s *sender) tell(out *outbound, really bool) {
 	if !really {
 		return
 	}
-	stats := core.TransferStats{Segments: out.given.runs}
+	stats := core.TransferStats{Segments: out.ranges.runs}
 	if out.err == nil {
 		stats.Bytes, stats.Nanos = out.total, out.moves.Sum(time.Now()).Nanoseconds()
 	}
@@ -190,14 +190,14 @@ func (s *sender) tell(out *outbound, really bool) {
 func (s *sender) close() {
 	s.mu.Lock()
 	s.closed = true
-	if s.patrol != nil && s.patrol.Stop() {
+	if s.watchdog != nil && s.watchdog.Stop() {
 		s.t.wg.Done()
 	}
 	left := slices.Collect(maps.Values(s.byID))
 	for _, out := range left {
 		out.fail(errClosed)
 	}
-	for _, c := range s.strangers.conns {
+	for _, c := range s.pending.conns {
 		c.Close()
 	}
 	for _, p := range s.peers {
@@ -238,7 +238,7 @@ func (s *sender) acked(p *outPeer, h *header) {
 	out := p.byGrant[h.key]
 	tell := false
 	// The acknowledgement is true only if every byte of the transfer was given and sent.
-	if out != nil && out.err == nil && !out.due() && out.given.bytes == out.total && h.length == out.total {
+	if out != nil && out.err == nil && !out.due() && out.ranges.bytes == out.total && h.length == out.total {
 		out.acked = true
 		tell = s.settle(out)
 	}
@@ -257,7 +257,7 @@ func (s *sender) nacked(p *outPeer, h *header) {
 
 // run writes frames to one stream until it ends.
 func (s *sender) run(st *outStream) {
-	if err := s.welcome(st); err != nil {
+	if err := s.sendWelcome(st); err != nil {
 		s.streamEnded(st, err)
 		return
 	}
@@ -308,7 +308,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		switch {
 		case st.dead || s.closed:
 			return nil, 0
-		case p.stuck != nil && p.stuck != st && !st.deaf: // D would not hear it
+		case p.stuck != nil && p.stuck != st && !st.stalled: // D would not hear it
 			stuck := p.stuck
 			p.stuck = nil
 			if !stuck.dead {
@@ -316,7 +316,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 				st.frame(&h)
 				return nil, headerSize
 			}
-		case p.asks && !st.deaf:
+		case p.asks && !st.stalled:
 			p.asks = false
 			if n := p.unopened(); n > 0 {
 				h := again(n, 0)
@@ -334,7 +334,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 		case !p.uses(st):
 			p.wake.Wait()
 		case len(p.queue) == 0:
-			p.breadth.breaks()
+			p.tuner.reset()
 			p.wake.Wait()
 		default:
 			if p.queue[0].due() { // else it was given up while it stood in the queue

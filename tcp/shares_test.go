@@ -132,10 +132,10 @@ func TestStreamEndsTheWaitForASlot(t *testing.T) {
 	p, m, back := noSlots(t, Config{DialTimeout: bound, StallTimeout: time.Hour})
 	d := newAgent(t, Config{Streams: 1, DialTimeout: bound, StallTimeout: time.Hour})
 	p.sender.grace = bound
-	way := nettest.Forward(t, p.Endpoint())
-	start(t, p, d, way.Addr(), "t", allBlocks(1))
+	forwarder := nettest.Forward(t, p.Endpoint())
+	start(t, p, d, forwarder.Addr(), "t", allBlocks(1))
 	until(t, "the frame waits", func() bool { return m.waits.Load() == 1 })
-	way.Cut()
+	forwarder.Cut()
 	until(t, "the frame waits on another stream, and on none before", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()

@@ -279,15 +279,15 @@ func TestSlowPeersStarveNobody(t *testing.T) {
 	slots := newFewSlots(8, 64<<10)
 	p := newAgent(t, Config{StallTimeout: time.Hour, Mover: slots})
 	p.paintWords()
-	var deaf []*rawConn
+	var stalled []*rawConn
 	for i := range 6 { // two of them have all slots
-		id := core.AgentID(fmt.Sprint("deaf", i))
+		id := core.AgentID(fmt.Sprint("stalled", i))
 		c := dial(t, p)
 		_ = c.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
 		c.say(p.hello(t, id, 0, 1, 0))
 		grant := newRandom()
 		p.Write(core.WriteOp{ID: core.TransferID(id), Peer: id, Grant: grant[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-		deaf = append(deaf, c)
+		stalled = append(stalled, c)
 	}
 	until(t, "slots were taken", func() bool { return slots.taken.Load() > 8 })
 	d := newAgent(t, Config{})
@@ -296,7 +296,7 @@ func TestSlowPeersStarveNobody(t *testing.T) {
 	}
 	until(t, "nobody holds a slot", func() bool { return len(slots.free) == cap(slots.free) })
 	// One of them takes its bytes at last, with pauses: the bytes that were copied again are right.
-	c := deaf[0]
+	c := stalled[0]
 	for read := uint64(0); read < 8<<20; {
 		h := c.next()
 		b := make([]byte, h.length)

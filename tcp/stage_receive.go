@@ -13,24 +13,24 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// landing is what a stream has read for device memory: slots whose bytes are being copied to
+// staging is what a stream has read for device memory: slots whose bytes are being copied to
 // their blocks, the oldest first. While a stream waits for its peer, or for a slot, it
 // holds no slot. So Revoke waits for copies only, and a slow peer holds no slot.
-type landing struct {
-	slots []landed
+type staging struct {
+	slots []stagedSlot
 	spare [][]Run // of slots that have landed
 	ready Slot    // for the next bytes
 	wants int     // nothing can be read before there is a slot: the device's number and 1
 }
 
-// landed is a slot whose bytes are being copied to these runs.
-type landed struct {
+// stagedSlot is a slot whose bytes are being copied to these runs.
+type stagedSlot struct {
 	Slot
 	to []Run
 }
 
 // takeRuns gives room for the runs of a slot.
-func (l *landing) takeRuns() []Run {
+func (l *staging) takeRuns() []Run {
 	n := len(l.spare)
 	if n == 0 {
 		return nil
@@ -41,12 +41,12 @@ func (l *landing) takeRuns() []Run {
 }
 
 // busy says whether something is to be done before the stream may wait for its peer.
-func (l *landing) busy() bool { return len(l.slots) > 0 || l.ready != nil || l.wants > 0 }
+func (l *staging) busy() bool { return len(l.slots) > 0 || l.ready != nil || l.wants > 0 }
 
 // landStaged reads bytes of a transfer into a slot, without a wait, and has them copied to the
 // device. EAGAIN: the peer has sent nothing, or landSome is to be called.
 func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64, device int) (uintptr, syscall.Errno) {
-	d, l := &s.r.t.devices, &s.landing
+	d, l := &s.r.t.devices, &s.staging
 	if !polled(fd, unix.POLLIN) {
 		return 0, syscall.EAGAIN
 	}
@@ -87,14 +87,14 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 	in.copies.add()
 	to := runs(l.takeRuns(), vec, got)
 	slot.Copy(to)
-	l.slots = append(l.slots, landed{slot, to})
+	l.slots = append(l.slots, stagedSlot{slot, to})
 	return uintptr(got), 0
 }
 
 // landSome does what the stream may have to wait for, but not for its peer: it ends copies,
 // and takes the slot that the next bytes need.
 func (s *inStream) landSome(in *inbound) error {
-	l := &s.landing
+	l := &s.staging
 	device := l.wants - 1
 	l.wants = 0
 	if device >= 0 && len(l.slots) == window {
@@ -123,13 +123,13 @@ func (t *Transport) noSlot(err error) error {
 
 // landStarted waits until at most so many slots of a transfer are under way.
 func (s *inStream) landStarted(in *inbound, most int) (err error) {
-	if ready := s.landing.ready; ready != nil {
+	if ready := s.staging.ready; ready != nil {
 		ready.Release()
-		s.landing.ready = nil
+		s.staging.ready = nil
 	}
-	for len(s.landing.slots) > most {
-		slot := s.landing.slots[0]
-		s.landing.slots = append(s.landing.slots[:0], s.landing.slots[1:]...)
+	for len(s.staging.slots) > most {
+		slot := s.staging.slots[0]
+		s.staging.slots = append(s.staging.slots[:0], s.staging.slots[1:]...)
 		var e error
 		if !fault.On("tcp-report-early") {
 			e = slot.Wait()
@@ -142,7 +142,7 @@ func (s *inStream) landStarted(in *inbound, most int) (err error) {
 			continue
 		}
 		slot.Release()
-		s.landing.spare = append(s.landing.spare, slot.to)
+		s.staging.spare = append(s.staging.spare, slot.to)
 		in.copies.done()
 	}
 	return err

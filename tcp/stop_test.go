@@ -20,11 +20,11 @@ func TestStopOfAStuckFrame(t *testing.T) {
 	for i := range p.mem {
 		p.mem[i] = 1
 	}
-	deaf := dial(t, p)
-	deaf.say(p.hello(t, "d", 0, 1, 0))
+	stalled := dial(t, p)
+	stalled.say(p.hello(t, "d", 0, 1, 0))
 	stopped, other := newRandom(), newRandom()
 	p.Write(core.WriteOp{ID: "stopped", Peer: "d", Grant: stopped[:], Pairs: p.pairs(t, allBlocks(testBlocks))})
-	if h := deaf.next(); h.key != stopped {
+	if h := stalled.next(); h.key != stopped {
 		t.Fatalf("begins with %+v", h)
 	}
 	p.Write(core.WriteOp{ID: "other", Peer: "d", Grant: other[:], Pairs: p.pairs(t, allBlocks(1))})
@@ -34,7 +34,7 @@ func TestStopOfAStuckFrame(t *testing.T) {
 	}
 	clear(p.mem[testBlock:]) // the blocks are the engine's again, but for the other's
 	for b := make([]byte, 1<<20); ; {
-		n, err := deaf.Read(b)
+		n, err := stalled.Read(b)
 		for _, v := range b[:n] {
 			if v != 1 {
 				t.Fatal("bytes were read after the end was told")

@@ -169,7 +169,7 @@ func TestRevokeWaitsForTheCopy(t *testing.T) {
 	}
 	defer unix.Close(pipe[0])
 	defer unix.Close(pipe[1])
-	in := &inbound{id: "t", places: listed(runsOf(d.layout, d.layout.Segments(allBlocks(1))))}
+	in := &inbound{id: "t", destination: listed(runsOf(d.layout, d.layout.Segments(allBlocks(1))))}
 	s := &inStream{r: &d.receiver, vec: make([]iovec, 0, maxVector)}
 	cur := cursor{runs: in.runs}
 	copied, revoked := make(chan struct{}), make(chan struct{})

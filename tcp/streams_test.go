@@ -22,7 +22,7 @@ func (a *agent) curveOf(peer core.AgentID, rate func(use int) uint64) {
 		defer s.mu.Unlock()
 		now = now.Add(time.Second)
 		if p := s.peers[peer]; p != nil {
-			acked += rate(p.breadth.use)
+			acked += rate(p.tuner.use)
 		}
 		return reading{now, acked}
 	}
@@ -55,7 +55,7 @@ func TestStreamsAreFound(t *testing.T) {
 				t.Helper()
 				for until := time.Now().Add(10 * bound); ; transfers++ {
 					p.sender.mu.Lock()
-					open, b := peer().open, peer().breadth
+					open, b := peer().open, peer().tuner
 					p.sender.mu.Unlock()
 					if open > c.open || b.found > max(c.found, p.cfg.First) {
 						t.Fatalf("%d streams are open, want %d; %d are found, want %d", open, c.open, b.found, c.found)
@@ -112,8 +112,8 @@ func (a *agent) asksThrough(c *rawConn, peer core.AgentID, number int) {
 	}
 }
 
-// TestStreamsThatRest: a stream that is not in use takes no frame, until one that is has ended.
-func TestStreamsThatRest(t *testing.T) {
+// TestIdleStreams: a stream that is not in use takes no frame, until one that is has ended.
+func TestIdleStreams(t *testing.T) {
 	leaktest.Check(t)
 	const half = testBlocks * testBlock / 2 // more than a connection's buffers hold
 	p := newAgent(t, Config{First: 1, FrameBytes: half, StallTimeout: time.Hour, DialTimeout: time.Hour})
@@ -154,7 +154,7 @@ func TestShutStreamIsNotUsed(t *testing.T) {
 	p.Write(core.WriteOp{ID: "good", Peer: "d", Grant: good[:], Pairs: p.pairs(t, behind)})
 	p.asksThrough(rests, "d", 2) // it has seen the write, and waits
 	p.sender.mu.Lock()
-	round := p.sender.peers["d"].breadth.round
+	round := p.sender.peers["d"].tuner.round
 	p.sender.mu.Unlock()
 	if n, err := io.Copy(io.Discard, shut); err != nil || n >= half*testBlock {
 		t.Fatalf("%d bytes, %v", n, err)
@@ -163,7 +163,7 @@ func TestShutStreamIsNotUsed(t *testing.T) {
 		t.Fatalf("told %+v", h)
 	}
 	p.sender.mu.Lock()
-	if now := p.sender.peers["d"].breadth.round; now <= round {
+	if now := p.sender.peers["d"].tuner.round; now <= round {
 		t.Errorf("what was written before counts")
 	}
 	p.sender.mu.Unlock()
@@ -191,7 +191,7 @@ func TestSearchBeginsAnew(t *testing.T) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
 		d := p.sender.peers["d"]
-		return d.breadth.found, d.unopened(), d.breadth.round
+		return d.tuner.found, d.unopened(), d.tuner.round
 	}
 	_, _, before := state()
 	conns[2].Close()
@@ -207,7 +207,7 @@ func TestSearchBeginsAnew(t *testing.T) {
 		t.Errorf("the first stream that is not open is %d, round %d, before %d", unopened, last, round)
 	}
 	p.sender.mu.Lock()
-	p.sender.peers["d"].breadth.finds(6)
+	p.sender.peers["d"].tuner.setFound(6)
 	p.sender.mu.Unlock()
 	for _, c := range conns {
 		c.Close()
@@ -247,7 +247,7 @@ func TestRestDoesNotCount(t *testing.T) {
 	until(t, "the stream waits", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		b := &p.sender.peers["d"].breadth
+		b := &p.sender.peers["d"].tuner
 		return read && !b.settled && b.written == 0
 	})
 }

@@ -131,7 +131,7 @@ func TestPlainHelloAgain(t *testing.T) {
 	refused("the hello of an agent that was met anew", said, headerSize) // "it is unknown", in a frame
 }
 
-// TestHelloHeldBack: a host on the way keeps the hello of an encrypted stream, and says it itself
+// TestHelloHeldBack: a host on the path keeps the hello of an encrypted stream, and says it itself
 // from elsewhere. It gets a stream of which it can read nothing, and whose end it cannot tell.
 func TestHelloHeldBack(t *testing.T) {
 	leaktest.Check(t)

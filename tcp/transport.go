@@ -27,14 +27,14 @@ type Config struct {
 	ListenPort int
 	// AdvertiseHost is the host that peers are told; empty means the one at
 	// which they found the registry.
-	AdvertiseHost string
-	Streams       int           // most connections to a peer, of which as many are used as pay; DefaultStreams, at most 64
-	First         int           // of them, those that are opened and used at once; FirstStreams
-	FrameBytes    uint64        // most bytes of a frame; 2 MiB
-	StallTimeout  time.Duration // no progress for so long ends a stream; core.DefaultStallTimeout
-	DialTimeout   time.Duration // core.DefaultConnectTimeout
-	MaxStreams    int           // accepted at a time; 4096, and a quarter of the process's descriptors
-	MaxGreeting   int           // besides these, that have not shown their ticket yet; 256
+	AdvertiseHost      string
+	Streams            int           // most connections to a peer, of which as many are used as pay; DefaultStreams, at most 64
+	First              int           // of them, those that are opened and used at once; FirstStreams
+	FrameBytes         uint64        // most bytes of a frame; 2 MiB
+	StallTimeout       time.Duration // no progress for so long ends a stream; core.DefaultStallTimeout
+	DialTimeout        time.Duration // core.DefaultConnectTimeout
+	MaxStreams         int           // accepted at a time; 4096, and a quarter of the process's descriptors
+	MaxUnauthenticated int           // besides these, that have not shown their ticket yet; 256
 	// Guard, if set, can refuse the IP address and port of a peer's resolved endpoint, each
 	// time before it is dialled.
 	Guard func(endpoint, address string) error
@@ -78,8 +78,8 @@ func (c Config) withDefaults() Config {
 			c.MaxStreams = int(min(uint64(c.MaxStreams), max(limit.Cur/4, 16)))
 		}
 	}
-	if c.MaxGreeting <= 0 {
-		c.MaxGreeting = min(256, c.MaxStreams/2)
+	if c.MaxUnauthenticated <= 0 {
+		c.MaxUnauthenticated = min(256, c.MaxStreams/2)
 	}
 	if c.CloseGrace <= 0 {
 		c.CloseGrace = 2 * time.Second
@@ -107,7 +107,7 @@ type Transport struct {
 
 	receiver receiver
 	sender   sender
-	slates   slates // for the records of sealed streams
+	buffers  recordBuffers // for the records of sealed streams
 }
 
 var _ core.Cutter = (*Transport)(nil)
@@ -149,8 +149,8 @@ func (t *Transport) pause(d time.Duration) bool { return sleep.For(t.ctx, d) == 
 
 // Dismiss implements core.Transport.
 func (t *Transport) Dismiss(peer core.AgentID) {
-	t.sender.dismiss(peer)
-	t.receiver.dismiss(peer)
+	t.sender.forgetPeer(peer)
+	t.receiver.forgetPeer(peer)
 }
 
 // Name implements core.Transport.
@@ -176,7 +176,7 @@ func (t *Transport) Close() error {
 	t.receiver.close()
 	t.sender.close()
 	t.wg.Wait()
-	t.slates.close()
+	t.buffers.close()
 	return t.receiver.after()
 }
 

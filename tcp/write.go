@@ -19,7 +19,7 @@ type outbound struct {
 	id      core.TransferID
 	grant   random
 	peer    *outPeer
-	given   given
+	ranges  sendRanges
 	todo    spans.List      // to send: bytes that no frame has had, and bytes that were lost with a stream
 	left    uint64          // bytes of it
 	total   uint64          // also of the bytes that are not given yet
@@ -43,8 +43,8 @@ func (t *Transport) Write(op core.WriteOp) {
 		t.sink.Written(op.ID, core.TransferStats{}, fmt.Errorf("tcp: grant of %d bytes, want %d", len(op.Grant), len(random{})))
 		return
 	}
-	out := &outbound{id: op.ID, grant: random(op.Grant), total: op.Total(), given: given{layout: t.layout}}
-	err := out.give(stretchesOf(make([]stretch, 0, 1), t.layout, &op))
+	out := &outbound{id: op.ID, grant: random(op.Grant), total: op.Total(), ranges: sendRanges{layout: t.layout}}
+	err := out.give(sendRangesOf(make([]sendRange, 0, 1), t.layout, &op))
 	out.ask = out.total == 0
 	out.sent = make([]sentFrame, 0, 1+out.total/t.cfg.FrameBytes)
 	s.mu.Lock()
@@ -63,7 +63,7 @@ func (t *Transport) Write(op core.WriteOp) {
 		out.peer = p
 		s.byID[op.ID], p.byGrant[out.grant] = out, out
 		out.enqueue(false)
-		s.startPatrol()
+		s.startWatchdog()
 		if p.open == 0 {
 			s.await(out, t.cfg.DialTimeout, fmt.Errorf("tcp: decode agent %s has no stream: %w", op.Peer, core.ErrConnectionLost))
 		}
@@ -77,7 +77,7 @@ func (t *Transport) Write(op core.WriteOp) {
 // Extend implements core.Transport.
 func (t *Transport) Extend(op core.WriteOp) {
 	s := &t.sender
-	part := stretchesOf(nil, t.layout, &op)
+	part := sendRangesOf(nil, t.layout, &op)
 	s.mu.Lock()
 	out := s.byID[op.ID]
 	if out == nil || out.err != nil || !bytes.Equal(out.grant[:], op.Grant) {
@@ -99,10 +99,10 @@ func (t *Transport) Extend(op core.WriteOp) {
 }
 
 // give takes more bytes of a write.
-func (out *outbound) give(part []stretch) error {
+func (out *outbound) give(part []sendRange) error {
 	for i := range part {
 		p := &part[i]
-		if p.end > out.total || !out.given.add(p) {
+		if p.end > out.total || !out.ranges.add(p) {
 			return fmt.Errorf("tcp: transfer %q of %d bytes was given bytes %d to %d: they lie outside of it, or some were given before", string(out.id), out.total, p.position, p.end)
 		}
 		out.todo.Add(p.position, p.end)
@@ -114,7 +114,7 @@ func (out *outbound) give(part []stretch) error {
 
 // paces says whether bytes are under way; sender.mu is held. When all is given P waits for D's answer, and cannot tell it from them.
 func (out *outbound) paces() {
-	out.moves.Run(out.given.bytes > 0 && (out.frames > 0 || !out.rests() || fault.On("stream-rest-sent")), time.Now())
+	out.moves.Run(out.ranges.bytes > 0 && (out.frames > 0 || !out.rests() || fault.On("stream-rest-sent")), time.Now())
 }
 
 // Stop implements core.Transport.

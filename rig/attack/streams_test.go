@@ -66,10 +66,10 @@ func (h *onTheWay) serve(t *testing.T, at, to string) {
 	}()
 }
 
-// TestHostOnTheWay: a host between prefill and decode read each KV cache, and what it changed
+// TestManInTheMiddle: a host between prefill and decode read each KV cache, and what it changed
 // was taken for good. Without a token it still does. With a token it sees nothing of a
 // cache, what it changes ends the load with the reason, and no byte of that is in a block.
-func TestHostOnTheWay(t *testing.T) {
+func TestManInTheMiddle(t *testing.T) {
 	cache, other := bytes.Repeat([]byte{170}, 64), bytes.Repeat([]byte{171}, 64)
 	for _, token := range []string{"", "a-token-0123456789"} {
 		ports, err := freeport.Take(1)

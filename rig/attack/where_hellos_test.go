@@ -62,7 +62,7 @@ func TestHellosThatGrind(t *testing.T) {
 			s.Error("prefill has answered no such hello: the attack itself has failed")
 		}
 		if s.cluster {
-			p.poll("a hello that gives way", func(l said) bool { return l.Stats.ClusterRefused["crowded"] > 0 })
+			p.poll("a hello that gives way", func(l said) bool { return l.Stats.ClusterRefused["queue_full"] > 0 })
 		}
 		h := &honest{}
 		for i := range loadsBefore {
@@ -73,7 +73,7 @@ func TestHellosThatGrind(t *testing.T) {
 		wg.Wait()
 		p.peak = p.mib("VmHWM")
 		got(s, "honest median 2.6 to 270 ms (at 1a5364a)", "%d hellos, %d answered, %d gave way, %s, of newcomers %s, %s",
-			asked.Load(), answered.Load(), p.say("stats").Stats.ClusterRefused["crowded"], h.went(s), n.went(s), p.growth(s))
+			asked.Load(), answered.Load(), p.say("stats").Stats.ClusterRefused["queue_full"], h.went(s), n.went(s), p.growth(s))
 	})
 }
 
