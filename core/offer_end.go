@@ -1,6 +1,7 @@
 package core
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -127,27 +128,54 @@ func (of *offer) report(now time.Time) Report {
 		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: of.stats}
 }
 
-// overdue says whether an offer has kept the engine's blocks for too long. A D that lives, and claims or loads it in words only,
+// mustEndBy is how long an offer may keep the engine's blocks; zero: for ever. A D that lives, and claims or loads it in words only,
 // must not keep them for ever.
-func (m *Machine) overdue(now time.Time, of *offer) bool {
-	return !of.endBy.IsZero() && !now.Before(of.endBy) && !of.state.stopping() && !fault.On("waits-for-decode")
+func (m *Machine) mustEndBy(of *offer) time.Time {
+	if of.state.stopping() || fault.On("waits-for-decode") {
+		return time.Time{}
+	}
+	return of.endBy
 }
 
-// tickOffers ends offers that have waited too long for D or for the engine, as many as a step may.
+// overdue says whether an offer has kept the engine's blocks for too long.
+func (m *Machine) overdue(now time.Time, of *offer) bool {
+	at := m.mustEndBy(of)
+	return !at.IsZero() && !now.Before(at)
+}
+
+// lateAt is when an offer has waited too long; zero: it may wait for ever.
+func (m *Machine) lateAt(of *offer) time.Time {
+	by := m.mustEndBy(of)
+	switch {
+	case by.IsZero():
+		return of.deadline
+	case of.deadline.IsZero():
+		return by
+	}
+	return earlier(of.deadline, by)
+}
+
+// tickOffers ends offers that have waited too long for D or for the engine, as many as a step may. Those that are late for longest come
+// first: else a crowd that goes on coming could have others kept for as long as it likes.
 func (m *Machine) tickOffers(now time.Time) {
-	var late []TransferID
-	for id, of := range m.offers {
-		if !of.deadline.IsZero() && !now.Before(of.deadline) || m.overdue(now, of) {
-			late = append(late, id)
+	var late []*offer
+	for _, of := range m.offers {
+		if at := m.lateAt(of); !at.IsZero() && !now.Before(at) {
+			late = append(late, of)
 		}
 	}
-	slices.Sort(late)
-	for _, id := range late {
+	slices.SortFunc(late, func(x, y *offer) int {
+		if c := m.lateAt(x).Compare(m.lateAt(y)); c != 0 && !fault.On("late-by-name") {
+			return c
+		}
+		return cmp.Compare(x.id, y.id)
+	})
+	for _, of := range late {
 		if m.enough() {
 			m.yield()
 			return
 		}
-		m.offerLate(now, m.offers[id])
+		m.offerLate(now, of)
 		m.settle(now)
 	}
 }
