@@ -30,7 +30,7 @@ func TestTakenPorts(t *testing.T) {
 				defer a.Close()
 				err = a.RegisterKVCaches(regions(make([]byte, layers*numBlocks*blockBytes)))
 			}
-			if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), l.Addr().String()) || !strings.Contains(err.Error(), "or set "+key+" to a free one") {
+			if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), l.Addr().String()) || !strings.Contains(err.Error(), key+" to a free one") {
 				t.Errorf("error %v, want one with the address, %s and what to do", err, key)
 			}
 		})
