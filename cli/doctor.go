@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 
 	"github.com/kvconn/kvconn/internal/gpuhost"
 	"github.com/kvconn/kvconn/local"
@@ -121,6 +122,10 @@ func examine(cfg node.Config, inspect func(rdma.Config) rdma.Report, near func()
 func examineTCP(cfg node.Config) tcpReport {
 	r := tcpReport{Listen: net.JoinHostPort(cfg.TCPListenHost, strconv.Itoa(cfg.TCPPort))}
 	ln, err := net.Listen("tcp", r.Listen)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		r.Problem = fmt.Sprintf("the port of %s is in use: stop the process that holds it, or set tcp_port to a free one, or to 0 for any", r.Listen)
+		return r
+	}
 	if err != nil {
 		r.Problem = fmt.Sprintf("cannot listen on %s: %v (tcp_listen_host, tcp_port)", r.Listen, err)
 		return r

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -122,5 +123,19 @@ func TestDoctorOnThisMachine(t *testing.T) {
 		if err := runDoctor(t.Context(), args, &out); !errors.Is(err, errUsage) {
 			t.Errorf("%q: %v", args, err)
 		}
+	}
+}
+
+// TestDoctorNamesATakenPort: a port of the configuration that another process holds is named, with its key and what to do.
+func TestDoctorNamesATakenPort(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	cfg := node.DefaultConfig()
+	cfg.TCPListenHost, cfg.TCPPort = "127.0.0.1", l.Addr().(*net.TCPAddr).Port
+	if r := examineTCP(cfg); r.Available || !strings.Contains(r.Problem, l.Addr().String()) || !strings.Contains(r.Problem, "or set tcp_port to a free one") {
+		t.Errorf("%+v", r)
 	}
 }

@@ -125,6 +125,9 @@ func New(cfg Config, layout *kv.Layout, sink core.Sink) (*Transport, error) {
 	if cfg.Listen {
 		addr := net.JoinHostPort(cfg.ListenHost, fmt.Sprint(cfg.ListenPort))
 		ln, err := net.Listen("tcp", addr)
+		if errors.Is(err, syscall.EADDRINUSE) {
+			return nil, fmt.Errorf("tcp: the port of %s is in use: stop the process that holds it, or set tcp_port to a free one, or to 0 for any: %w", addr, err)
+		}
 		if err != nil {
 			return nil, fmt.Errorf("tcp: cannot listen on %s (tcp_listen_host, tcp_port): %w", addr, err)
 		}

@@ -1,6 +1,7 @@
 package half
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -123,27 +124,54 @@ func (of *Offer) Report(now time.Time) core.Report {
 		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: of.stats}
 }
 
-// overdue says whether an offer has kept the engine's blocks for too long. A D that lives, and claims or loads it in words only,
+// mustEndBy is how long an offer may keep the engine's blocks; zero: for ever. A D that lives, and claims or loads it in words only,
 // must not keep them for ever.
-func (h *Set) overdue(now time.Time, of *Offer) bool {
-	return !of.endBy.IsZero() && !now.Before(of.endBy) && !of.state.stopping() && !fault.On("waits-for-decode")
+func (h *Set) mustEndBy(of *Offer) time.Time {
+	if of.state.stopping() || fault.On("waits-for-decode") {
+		return time.Time{}
+	}
+	return of.endBy
 }
 
-// tickOffers ends offers that have waited too long for D or for the engine, as many as a step may.
+// overdue says whether an offer has kept the engine's blocks for too long.
+func (h *Set) overdue(now time.Time, of *Offer) bool {
+	at := h.mustEndBy(of)
+	return !at.IsZero() && !now.Before(at)
+}
+
+// lateAt is when an offer has waited too long; zero: it may wait for ever.
+func (h *Set) lateAt(of *Offer) time.Time {
+	by := h.mustEndBy(of)
+	switch {
+	case by.IsZero():
+		return of.deadline
+	case of.deadline.IsZero():
+		return by
+	}
+	return earlier(of.deadline, by)
+}
+
+// tickOffers ends offers that have waited too long for D or for the engine, as many as a step may. Those that are late for longest come
+// first: else a crowd that goes on coming could have others kept for as long as it likes.
 func (h *Set) tickOffers(now time.Time) {
-	var late []ID
-	for id, of := range h.offers {
-		if !of.deadline.IsZero() && !now.Before(of.deadline) || h.overdue(now, of) {
-			late = append(late, id)
+	var late []*Offer
+	for _, of := range h.offers {
+		if at := h.lateAt(of); !at.IsZero() && !now.Before(at) {
+			late = append(late, of)
 		}
 	}
-	slices.Sort(late)
-	for _, id := range late {
+	slices.SortFunc(late, func(x, y *Offer) int {
+		if c := h.lateAt(x).Compare(h.lateAt(y)); c != 0 && !fault.On("late-by-name") {
+			return c
+		}
+		return cmp.Compare(x.id, y.id)
+	})
+	for _, of := range late {
 		if h.enough() {
 			h.yield()
 			return
 		}
-		h.offerLate(now, h.offers[id])
+		h.offerLate(now, of)
 		h.Settle(now)
 	}
 }

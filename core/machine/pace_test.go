@@ -86,3 +86,31 @@ func TestGoneAgentComesBack(t *testing.T) {
 		t.Errorf("%d early claims are left, and the new one is %q", n, m.StateOf(core.SideOffer, "new"))
 	}
 }
+
+// TestLateInTheirOrder: more offers are late than a step ends. Those that have been late for longest end first, whatever they are called: who
+// goes on naming transfers has nobody else's kept.
+func TestLateInTheirOrder(t *testing.T) {
+	m, now := paced(t, core.Options{EarlyLoad: 5 * core.TickInterval}), time.Unix(0, 0)
+	came := []core.TransferID{"z", "b", "y", "a", "x"}
+	for _, id := range came {
+		claims(t, m, now, "d", id)
+		now = now.Add(core.TickInterval / 10)
+	}
+	m.Actions()
+	now = now.Add(5 * core.TickInterval)
+	var ended []core.TransferID
+	for m.Tell(now, core.Tick{}); len(ended) < len(came); m.Tell(now, core.Resume{}) {
+		actions := m.Actions()
+		for _, act := range actions {
+			if v, ok := act.(core.SendFinish); ok {
+				ended = append(ended, v.ID)
+			}
+		}
+		if len(ended) < len(came) && !slices.Contains(actions, core.Action(core.Yield{})) {
+			t.Fatalf("%v have ended, and the machine wants no Resume", ended)
+		}
+	}
+	if !slices.Equal(ended, came) {
+		t.Errorf("they end in the order %v, and came in the order %v", ended, came)
+	}
+}

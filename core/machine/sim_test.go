@@ -211,3 +211,14 @@ func TestSimTranscript(t *testing.T) {
 	}
 	coretest.RunTranscripts(t, filepath.Join(dir, "*.txt"), newScript)
 }
+
+// TestSimOfBefore: seeds far behind those of TestSim that have failed once.
+func TestSimOfBefore(t *testing.T) {
+	for _, seed := range []uint64{
+		108289, 8000329, // a dead D's claims had to wait: a step had ended as many offers as it may
+	} {
+		if r := sim.Run(seed, nil); r.Broken != nil {
+			tellSeed(t, seed)
+		}
+	}
+}

@@ -61,6 +61,7 @@ var mutants = []mutant{
 	{"shares-give-way-apart", "one share of an early transfer gives way, and the others stay"},
 	{"claims-told", "a claim that gives way counts as failed"},
 	{"ends-in-one-step", "a step ends all offers that are due"},
+	{"late-by-name", "offers that are late end in the order of their names"},
 	{"words-push-out", "what peers alone have named pushes the ends of the engine's transfers out"},
 	{"unknown-is-sending", "P answers for transfers that it does not know"},
 	{"ended-is-sending", "P's answer hides that it has given a transfer up"},

@@ -1,7 +1,10 @@
 package sim
 
 import (
+	"maps"
+	"slices"
 	"strings"
+	"time"
 
 	"github.com/kvconn/kvconn/core"
 )
@@ -21,7 +24,9 @@ func (a *agent) watchEnds(e core.Event) func(actions []core.Action) {
 		bounded = true
 	}
 	before, byMoments := a.m.Sizes().Offers, a.w.byMoments
+	came := a.watchEarly(e)
 	return func(actions []core.Action) {
+		came(actions)
 		if n := before - a.m.Sizes().Offers - (a.w.byMoments - byMoments); bounded && n > a.w.plan.opt.Ends+mostShares {
 			a.w.fault("", "%s: a step of %T ends %d offers, at most %d and the shares of one transfer are allowed", a.id, e, n, a.w.plan.opt.Ends)
 		}
@@ -31,4 +36,52 @@ func (a *agent) watchEnds(e core.Event) func(actions []core.Action) {
 			}
 		}
 	}
+}
+
+// watchEarly looks at the order in which early claims and loads end for which no engine has come: those that have waited for longest
+// are the first, with all shares of their transfer. What has waited when the clock jumped, or when the process was stopped, has no such order.
+func (a *agent) watchEarly(e core.Event) func(actions []core.Action) {
+	w, early := a.w, func(id core.TransferID) bool { return a.m.StateOf(core.SideOffer, id) == "early" }
+	var named []core.TransferID
+	switch v := e.(type) {
+	case core.LoadMessage:
+		named = []core.TransferID{v.ID}
+	case core.RenewMessage:
+		named = v.Claims
+	case core.Tick, core.Resume:
+		maps.DeleteFunc(a.early, func(id core.TransferID, _ time.Duration) bool { return !early(id) })
+	}
+	if a.m.Sizes().Early+len(named) > w.plan.opt.MaxTransfers {
+		clear(a.early) // some give way, nobody hears which, and come anew perhaps
+	}
+	named = slices.DeleteFunc(slices.Clone(named), early)
+	return func(actions []core.Action) {
+		for _, id := range named {
+			if delete(a.early, id); early(id) {
+				a.early[id] = w.now
+			}
+		}
+		for _, act := range actions {
+			if v, ok := act.(core.SendFinish); ok && v.Code == core.NotOffered && strings.HasPrefix(v.Reason, "the prefill engine has not named") {
+				a.checkReaped(base(v.ID))
+			}
+		}
+	}
+}
+
+func (a *agent) checkReaped(id core.TransferID) {
+	since := a.w.now
+	for part, came := range a.early {
+		if base(part) == id {
+			since = min(since, came)
+			delete(a.early, part)
+		}
+	}
+	if since <= a.host.disturbed || since == a.w.now { // it has no order, or is a share of one that was looked at
+		return
+	}
+	if since < a.reaped {
+		a.w.fault(id, "%s: %q, which came at %v, ends after one that came at %v", a.id, id, since, a.reaped)
+	}
+	a.reaped = max(a.reaped, since)
 }

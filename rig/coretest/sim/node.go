@@ -22,13 +22,15 @@ type node struct {
 	byEngine   map[core.Target][]core.FoundPart
 	looking    map[core.Target][]core.Resolve
 	peerQueues map[core.AgentID]*peerQueue
-	outbox     map[core.AgentID][]core.Action // something is under way to each that is there
-	probing    map[core.AgentID]bool          // it is being asked whether it lives
-	asked      map[core.TransferID]uint64     // seq of the newest load
-	anew       map[string]bool                // P's words upon which a load began anew
-	loaded     map[core.TransferID]bool       // of which a load has come
-	resuming   bool                           // the machine is to be told Resume
-	heard      map[core.AgentID]time.Duration // when a D has renewed or loaded last, by this process's clock
+	outbox     map[core.AgentID][]core.Action    // something is under way to each that is there
+	probing    map[core.AgentID]bool             // it is being asked whether it lives
+	asked      map[core.TransferID]uint64        // seq of the newest load
+	anew       map[string]bool                   // P's words upon which a load began anew
+	loaded     map[core.TransferID]bool          // of which a load has come
+	resuming   bool                              // the machine is to be told Resume
+	early      map[core.TransferID]time.Duration // when a claim or load came that no engine has named
+	reaped     time.Duration                     // the newest of them that ended since no engine came
+	heard      map[core.AgentID]time.Duration    // when a D has renewed or loaded last, by this process's clock
 }
 
 type peer struct {
@@ -47,6 +49,7 @@ func (n *node) init() {
 	n.peers = map[core.AgentID]*peer{}
 	n.byTarget = map[core.Target]core.AgentID{}
 	n.byEngine = map[core.Target][]core.FoundPart{}
+	n.early = map[core.TransferID]time.Duration{}
 	n.heard = map[core.AgentID]time.Duration{}
 	n.looking = map[core.Target][]core.Resolve{}
 	n.peerQueues = map[core.AgentID]*peerQueue{}
