@@ -105,7 +105,7 @@ func TestDecidesWithoutTheWorld(t *testing.T) {
 			return true
 		})
 	}
-	if files < 55 {
+	if files < 50 {
 		t.Errorf("kv and core have %d files", files)
 	}
 }
