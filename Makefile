@@ -95,7 +95,7 @@ side-by-side: cmd wheel | tools
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
-LONGEST := ./node ./local ./tcp/conformance ./tcp ./internal/devices ./natsbus ./rig/conformance ./cuda ./core ./kv
+LONGEST := ./node ./local ./tcp/conformance ./tcp ./internal/devices ./natsbus ./rig/conformance ./cuda ./core/machine ./kv
 # Packages at once: four of them used 67 % of two cores, since tests wait.
 AT_ONCE := $(shell echo $$(($$(nproc) + 4)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
@@ -108,7 +108,7 @@ test-go: | tools ## Go, with the race detector and the invariants on
 
 # core and kv have no goroutines of their own. Their long tests and the simulator run here, ten times as fast.
 test-core: | tools ## core and kv without the race detector, with the simulator's 2000 seeds
-	@$(STAGE) core scripts/test-go.sh core $(GO) -tags invariants -timeout 10m -- ./core ./kv
+	@$(STAGE) core scripts/test-go.sh core $(GO) -tags invariants -timeout 10m -- ./core/... ./kv
 
 bench-once: | tools ## each benchmark of Go once, so that none rots
 	@$(STAGE) benchmarks $(GO) test -tags invariants -run '^$$' -bench . -benchtime 1x -timeout 20m $(sort $(dir $(shell grep -l '^func Benchmark' $(filter %_test.go,$(GOFILES)))))
@@ -146,8 +146,8 @@ TIME ?= 5m
 # Their seed is fixed elsewhere.
 RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestEvictedSession|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestReplays|TestSendQueueRandom|TestSplitShares|TestWritesRandom)$$
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
-	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./core ./kv ./rdma ./natsbus
-	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core -sim.soak $(TIME)
+	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./kv ./rdma ./natsbus
+	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core/machine -sim.soak $(TIME)
 
 # TIME's default is the soak's; unless it is given, a target gets a minute.
 fuzz: | tools ## every fuzz test, for TIME=1m each; what is found stays in testdata/fuzz

@@ -12,7 +12,7 @@ import (
 // StepLoadMessage returns the answer to D.
 func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, string) {
 	defer h.Settle(now)
-	if t, gone := h.Ended.Get(l.ID); gone {
+	if t, gone := h.Ended.Get(ID(l.ID)); gone {
 		return t.answer(&l)
 	}
 	if err := l.CheckPeerLoad(h.layout, l.Match); err != nil {
@@ -21,13 +21,13 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	if l.Lease <= 0 || l.Lease > time.Hour {
 		l.Lease = h.opt.Lease
 	}
-	if code, reason := h.above.Meet(now, partyOf(l.Account, l.Peer), l.ID); code != core.OK {
+	if code, reason := h.above.Meet(now, partyOf(l.Account, l.Peer), ID(l.ID)); code != core.OK {
 		return code, reason
 	}
-	of := h.offers[l.ID]
+	of := h.offers[ID(l.ID)]
 	if of != nil && of.state == offerRefused && of.peer == l.Peer { // D begins anew
 		h.reportOffer(now, of, of.stats)
-		t, _ := h.Ended.Get(l.ID)
+		t, _ := h.Ended.Get(ID(l.ID))
 		return t.answer(&l)
 	}
 	if of != nil {
@@ -39,13 +39,13 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 		return h.loadEarly(now, of, &l)
 	}
 	of.load, of.peer, of.deadline = &l, l.Peer, now.Add(l.Lease)
-	h.above.Loaded(l.ID)
+	h.above.Loaded(ID(l.ID))
 	if of.state == offerReady {
 		h.startWrite(now, of)
 	} else {
 		h.extend(now, of)
 	}
-	if t, gone := h.Ended.Get(l.ID); gone {
+	if t, gone := h.Ended.Get(ID(l.ID)); gone {
 		return t.Code, t.Reason // the halves do not fit
 	}
 	return core.OK, ""
@@ -56,7 +56,7 @@ func (t *Tombstone) answer(l *core.LoadMessage) (core.Code, string) {
 	if t.nacked == l.Peer && t.nacked != "" {
 		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", string(l.ID), t.Reason)
 	}
-	return t.Answer(l.ID)
+	return t.Answer(ID(l.ID))
 }
 
 // Answer is P's answer to any load of a transfer that has ended.
@@ -93,11 +93,11 @@ func (h *Set) StepRenewMessage(now time.Time, r core.RenewMessage) []core.Answer
 	who := partyOf(r.Account, r.From)
 	out := make([]core.Answer, 0, len(r.Loads)+len(r.Claims))
 	for _, id := range r.Loads {
-		out = append(out, h.renewed(now, who, id, false))
+		out = append(out, h.renewed(now, who, ID(id), false))
 		h.Settle(now)
 	}
 	for _, id := range r.Claims {
-		out = append(out, h.renewed(now, who, id, true))
+		out = append(out, h.renewed(now, who, ID(id), true))
 		h.Settle(now)
 	}
 	return out
@@ -144,7 +144,7 @@ func (h *Set) renewed(now time.Time, who Party, id ID, claim bool) core.Answer {
 		of.deadline = now.Add(h.lease(of))
 		if fault.On("lease-of-all") {
 			for _, other := range h.above.Shares(id) {
-				if o := h.offers[other]; o != nil {
+				if o := h.offers[ID(other)]; o != nil {
 					o.deadline = of.deadline
 				}
 			}
@@ -163,7 +163,7 @@ func (h *Set) renewed(now time.Time, who Party, id ID, claim bool) core.Answer {
 
 func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 	defer h.Settle(now)
-	c, ld := h.claims.get(f.ID), h.loads.get(f.ID)
+	c, ld := h.claims.get(ID(f.ID)), h.loads.get(ID(f.ID))
 	switch {
 	case c != nil && c.peer == f.From:
 		if f.Code != core.OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
@@ -173,14 +173,14 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 		if f.Code != core.OK { // only the bytes themselves say that a load went well
 			h.endLoad(now, ld, Ending{f.Code.AtPeer(), f.Reason}, false)
 		}
-	case (c != nil || ld != nil) && h.offers[f.ID] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
+	case (c != nil || ld != nil) && h.offers[ID(f.ID)] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
 	default:
-		h.finishOffer(now, partyOf(f.Account, f.From), f.ID, f.Code.AtPeer(), f.Reason)
+		h.finishOffer(now, partyOf(f.Account, f.From), ID(f.ID), f.Code.AtPeer(), f.Reason)
 	}
 }
 
 func (h *Set) StepRestartMessage(now time.Time, r core.RestartMessage) {
-	if ld := h.loads.get(r.ID); ld != nil && ld.peer == r.From {
+	if ld := h.loads.get(ID(r.ID)); ld != nil && ld.peer == r.From {
 		h.restartLoad(now, ld, r.Digest)
 	}
 }

@@ -58,7 +58,7 @@ func (a *asked) withRank() bool { return a.rank }
 
 // lookUp is how P's agent is looked up.
 func (a *asked) lookUp(fresh bool) core.Resolve {
-	return core.Resolve{ID: a.id, Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
+	return core.Resolve{ID: core.TransferID(a.id), Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
 }
 
 // agents are the P agents that a claim or load has been with.
@@ -96,7 +96,7 @@ func (h *Set) Claim(now time.Time, r core.ClaimRequest) {
 	h.Count.Claimed++
 	h.begin(now)
 	h.seq++
-	c := &claim{asked: asked{id: r.ID, seq: h.seq, from: r.From}, token: r.Token, since: now, until: now.Add(h.opt.Claim)}
+	c := &claim{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From}, token: r.Token, since: now, until: now.Add(h.opt.Claim)}
 	h.claimTo(c, claimResolving, c.lookUp(false))
 }
 
@@ -189,7 +189,7 @@ func (h *Set) claimPeerGone(now time.Time, c *claim, heard time.Time, absent boo
 	switch {
 	case c.state == claimKept || c.former != "" && h.opt.ReportClaims: // as a load would end
 		if !absent {
-			h.Act(core.SendFinish{Peer: c.peer, ID: c.id, Code: core.PeerLost, Reason: reason})
+			h.Act(core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: core.PeerLost, Reason: reason})
 		}
 		h.loseClaim(c, Ending{core.PeerLost, reason})
 	case c.former != "":
@@ -225,7 +225,7 @@ func (h *Set) claimLost(c *claim, end Ending) {
 }
 
 func (c *claim) report(now time.Time) core.Report {
-	return core.Report{ID: c.id, Side: core.SideClaim, Token: c.token, Code: c.end.Code, Reason: c.end.Reason, Elapsed: now.Sub(c.since),
+	return core.Report{ID: core.TransferID(c.id), Side: core.SideClaim, Token: c.token, Code: c.end.Code, Reason: c.end.Reason, Elapsed: now.Sub(c.since),
 		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.former), From: c.from}
 }
 
@@ -242,7 +242,7 @@ func (h *Set) DropClaim(id ID, end Ending) bool {
 func (h *Set) dropClaim(c *claim, end Ending) {
 	switch {
 	case c.state.atPeer() && !fault.On("no-finish-of-claims") && !(fault.On("lost-others-untold") && h.taken.event == "PartFails"):
-		h.claimTo(c, claimNone, core.SendFinish{Peer: c.peer, ID: c.id, Code: end.Code, Reason: end.Reason})
+		h.claimTo(c, claimNone, core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: end.Code, Reason: end.Reason})
 	case c.state.lookedUp() && end.Code == core.Cancelled:
 		h.claimTo(c, claimNone)
 		h.farewells.put(c.id, &farewell{c.asked, end})

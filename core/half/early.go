@@ -74,17 +74,17 @@ func (h *Set) trimEarly(now time.Time) {
 func (h *Set) giveWay(now time.Time, s *stake) {
 	ids, told := h.above.Shares(s.id), fault.On("claims-told")
 	if ids == nil {
-		ids = []ID{s.id}
+		ids = []core.TransferID{core.TransferID(s.id)}
 	}
 	if fault.On("shares-give-way-apart") {
 		ids, told = ids[:1], true
 	}
 	for _, id := range ids {
-		of := h.offers[id]
+		of := h.offers[ID(id)]
 		told = told || of != nil && of.load != nil
 	}
 	for _, id := range ids {
-		switch of := h.offers[id]; {
+		switch of := h.offers[ID(id)]; {
 		case of == nil: // it has ended
 		case told:
 			h.endOffer(now, of, Ending{core.Refused, noRoom}, true)
@@ -151,11 +151,11 @@ func (h *Set) loadEarly(now time.Time, of *Offer, l *core.LoadMessage) (core.Cod
 	if of != nil {
 		who, places = of.place.who, 0
 	}
-	if places+more > 0 && !h.roomForEarly(now, who, places, more) || of != nil && h.offers[l.ID] != of {
+	if places+more > 0 && !h.roomForEarly(now, who, places, more) || of != nil && h.offers[ID(l.ID)] != of {
 		return core.Refused, fmt.Sprintf("%d claims and loads of %d blocks already wait for requests that the prefill engine does not know", h.early, h.earlyBlocks)
 	}
 	if of == nil {
-		of = h.addEarly(now, l.ID, who)
+		of = h.addEarly(now, ID(l.ID), who)
 	}
 	h.keepEarlyLoad(of, l)
 	return core.OK, ""

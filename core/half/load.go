@@ -83,7 +83,7 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 	}
 	h.begin(now)
 	h.seq++ // a cancelled half of the id is void: P hears of the id by this load
-	ld := &load{asked: asked{r.ID, h.seq, r.From, rank}, token: r.Token, Selection: r.Selection, prompt: r.Prompt, started: now, since: now, endBy: now.Add(h.opt.Load)}
+	ld := &load{asked: asked{ID(r.ID), h.seq, r.From, rank}, token: r.Token, Selection: r.Selection, prompt: r.Prompt, started: now, since: now, endBy: now.Add(h.opt.Load)}
 	h.loadAfter(now, ld, r.After)
 	c := h.claims.get(ld.id)
 	switch {
@@ -129,7 +129,7 @@ const NothingToLoad = "nothing to load"
 func (h *Set) proceed(now time.Time, ld *load) {
 	if ld.Count() == 0 {
 		ld.end = Ending{core.OK, NothingToLoad}
-		h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: ld.id, Code: core.OK, Reason: NothingToLoad})
+		h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: core.OK, Reason: NothingToLoad})
 		return
 	}
 	h.watch(now, ld.peer)
@@ -139,7 +139,7 @@ func (h *Set) proceed(now time.Time, ld *load) {
 		return
 	}
 	ld.held = now
-	h.loadTo(ld, loadExpecting, core.Expect{ID: ld.id, Peer: ld.peer, Selection: ld.Selection})
+	h.loadTo(ld, loadExpecting, core.Expect{ID: core.TransferID(ld.id), Peer: ld.peer, Selection: ld.Selection})
 }
 
 // loadResolved takes the outcome of a load's look-up.
@@ -158,7 +158,7 @@ func (h *Set) loadResolved(now time.Time, ld *load, peer core.AgentID, opened ti
 }
 
 func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
-	ld := h.loads.get(e.ID)
+	ld := h.loads.get(ID(e.ID))
 	if ld == nil || ld.state != loadExpecting {
 		return
 	}
@@ -172,11 +172,11 @@ func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
 		return
 	}
 	ld.grant = e.Grant
-	h.loadTo(ld, loadRequesting, core.SendLoad{ID: ld.id, Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
+	h.loadTo(ld, loadRequesting, core.SendLoad{ID: core.TransferID(ld.id), Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
 }
 
 func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
-	ld := h.loads.get(e.ID)
+	ld := h.loads.get(ID(e.ID))
 	if ld == nil || ld.seq != e.Seq && !fault.On("stale-reply") || ld.state != loadRequesting {
 		return
 	}
@@ -232,7 +232,7 @@ func (h *Set) restartLoad(now time.Time, ld *load, which string) {
 }
 
 func (h *Set) StepReceived(now time.Time, e core.Received) {
-	ld := h.loads.get(e.ID)
+	ld := h.loads.get(ID(e.ID))
 	if ld == nil || !ld.state.armed() {
 		return
 	}
@@ -244,11 +244,11 @@ func (h *Set) StepReceived(now time.Time, e core.Received) {
 		return
 	}
 	// The bytes are all here: the transport has nothing left to fence.
-	h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: ld.id, Code: core.OK})
+	h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: core.OK})
 }
 
 func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
-	ld := h.loads.get(e.ID)
+	ld := h.loads.get(ID(e.ID))
 	if ld == nil {
 		return
 	}
@@ -297,7 +297,7 @@ func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
 		return false
 	case ld.rank && fault.On("others-not-fenced"):
 		ld.end = end
-		h.Act(core.Revoke{ID: id})
+		h.Act(core.Revoke{ID: core.TransferID(id)})
 		h.reportLoad(ld)
 	default:
 		h.endLoad(now, ld, end, true)
@@ -323,7 +323,7 @@ func (h *Set) endLoad(now time.Time, ld *load, end Ending, tell bool) {
 	}
 	ld.end = end
 	if tell && !(fault.On("no-finish") && end.Code == core.Cancelled) {
-		h.Act(core.SendFinish{Peer: ld.peer, ID: ld.id, Code: end.Code, Reason: end.Reason})
+		h.Act(core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: end.Code, Reason: end.Reason})
 	}
 	switch {
 	case ld.state == loadAwaiting: // nothing is armed
@@ -344,7 +344,7 @@ func (h *Set) endLoad(now time.Time, ld *load, end Ending, tell bool) {
 // fence has the transport give up the load's blocks; next is the state that follows.
 func (h *Set) fence(ld *load, next loadState) {
 	ld.endedIn = ld.state.String()
-	h.loadTo(ld, next, core.Revoke{ID: ld.id})
+	h.loadTo(ld, next, core.Revoke{ID: core.TransferID(ld.id)})
 }
 
 // reportLoad is the only way out of the map of loads.
@@ -359,7 +359,7 @@ func (h *Set) reportLoad(ld *load, does ...core.Action) {
 
 func (ld *load) report(now time.Time) core.Report {
 	elapsed := now.Sub(ld.started)
-	return core.Report{ID: ld.id, Side: core.SideLoad, Token: ld.token, Code: ld.end.Code, Reason: ld.end.Reason,
+	return core.Report{ID: core.TransferID(ld.id), Side: core.SideLoad, Token: ld.token, Code: ld.end.Code, Reason: ld.end.Reason,
 		Blocks: ld.Count(), Wait: max(elapsed-time.Duration(ld.stats.Nanos), 0), Elapsed: elapsed,
 		State: ld.endedIn, Peer: ld.peer, From: ld.from, Stats: ld.stats}
 }

@@ -25,9 +25,9 @@ func (h *Set) restPeers() {
 
 // StepResolvedParts has a half that was looked up go on as several, of these ids, one for each rank that was found. All of them are
 // there before the first goes on: it may learn that its agent is gone, and end the others.
-func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []ID) {
+func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
 	defer h.Settle(now)
-	if f := h.farewells.get(r.ID); f != nil && f.seq == r.Seq {
+	if f := h.farewells.get(ID(r.ID)); f != nil && f.seq == r.Seq {
 		for i := range r.Found {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
 				break
@@ -37,18 +37,18 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []ID) {
 		h.dropFarewell(f)
 	}
 	seq, after := h.seq+1, core.Moment(0)
-	if c := h.claims.get(r.ID); c != nil && c.seq == r.Seq && c.state.lookedUp() {
+	if c := h.claims.get(ID(r.ID)); c != nil && c.seq == r.Seq && c.state.lookedUp() {
 		was := c.state
 		h.claimTo(c, claimNone)
 		h.above.Divided(now, c.report(now), ids, r.Found)
 		for i := range r.Found {
 			h.seq++
 			part := *c // what was tried before
-			part.asked = asked{ids[i], h.seq, r.Found[i].From, true}
+			part.asked = asked{ID(ids[i]), h.seq, r.Found[i].From, true}
 			h.claimTo(&part, was)
 		}
 	}
-	if ld := h.loads.get(r.ID); ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
+	if ld := h.loads.get(ID(r.ID)); ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
 		was := ld.state
 		after, ld.after = ld.after, 0 // its moment is awaited until the parts await it
 		h.loadTo(ld, loadNone)
@@ -56,27 +56,27 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []ID) {
 		for i := range r.Found {
 			h.seq++
 			part := *ld // what was claimed or tried before
-			part.asked, part.Selection = asked{ids[i], h.seq, r.Found[i].From, true}, ld.Cut(h.layout, r.Found[i].Regions)
+			part.asked, part.Selection = asked{ID(ids[i]), h.seq, r.Found[i].From, true}, ld.Cut(h.layout, r.Found[i].Regions)
 			h.loadAfter(now, &part, fault.Pick("found-parts-at-once", after, 0))
 			h.loadTo(&part, was)
 		}
 	}
 	for i := range r.Found {
-		h.resolved(now, ids[i], seq+uint64(i), r.Found[i].Peer, r.Found[i].Opened, Ending{})
+		h.resolved(now, ID(ids[i]), seq+uint64(i), r.Found[i].Peer, r.Found[i].Opened, Ending{})
 	}
 	h.awaitNot(after)
 }
 
 // StepResolved takes the outcome of a look-up.
 func (h *Set) StepResolved(now time.Time, e core.Resolved) {
-	h.resolved(now, e.ID, e.Seq, e.Peer, e.Opened, Ending{e.Code, e.Reason})
+	h.resolved(now, ID(e.ID), e.Seq, e.Peer, e.Opened, Ending{e.Code, e.Reason})
 	h.Settle(now)
 }
 
 func (h *Set) resolved(now time.Time, id ID, seq uint64, peer core.AgentID, opened time.Time, end Ending) {
 	if f := h.farewells.get(id); f != nil && f.seq == seq {
 		if end.Code == core.OK {
-			h.Act(core.SendFinish{Peer: peer, ID: id, Code: f.end.Code, Reason: f.end.Reason})
+			h.Act(core.SendFinish{Peer: peer, ID: core.TransferID(id), Code: f.end.Code, Reason: f.end.Reason})
 		}
 		h.dropFarewell(f)
 	}

@@ -184,7 +184,7 @@ func (h *Set) startWrite(now time.Time, of *Offer) {
 // write is the Write of an offer's load that reads src.
 func (of *Offer) write(src kv.Selection) core.Write {
 	l := of.load
-	return core.Write{ID: of.id, Peer: l.Peer, Grant: l.Grant, Src: src, Dst: l.Selection, Match: l.Match}
+	return core.Write{ID: core.TransferID(of.id), Peer: l.Peer, Grant: l.Grant, Src: src, Dst: l.Selection, Match: l.Match}
 }
 
 // joinHalves finds the blocks of an offer that its load asks for, or says why the halves
@@ -217,7 +217,7 @@ func (h *Set) RoomToDivide(now time.Time, of *Offer, who Party, shares int) bool
 }
 
 // Divide has an offer go on as shares of these ids; of is nil if it has not come, and who brings it then.
-func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []ID) {
+func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []core.TransferID) {
 	defer h.Because("FanOut")()
 	h.begin(now)
 	state := offerEarly
@@ -226,14 +226,14 @@ func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []ID) {
 	}
 	var early *earlyPlace
 	for _, id := range ids {
-		part := of.part(id, now.Add(h.opt.EarlyLoad))
+		part := of.part(ID(id), now.Add(h.opt.EarlyLoad))
 		h.offerTo(part, state)
 		if state == offerEarly {
 			early = h.cameEarly(part, early, who)
 		}
 		for i := range part.growths {
 			if after := part.growths[i].after; after != 0 {
-				h.await(now, after, core.SideOffer, id)
+				h.await(now, after, core.SideOffer, ID(id))
 			}
 		}
 	}
@@ -241,8 +241,8 @@ func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []ID) {
 		h.offerTo(of, offerNone)
 	}
 	for _, id := range ids { // D's word that it needs no more may have come before
-		if t, gone := h.Ended.Get(id); gone {
-			part := h.offers[id]
+		if t, gone := h.Ended.Get(ID(id)); gone {
+			part := h.offers[ID(id)]
 			part.end = Ending{t.Code, t.Reason}
 			h.reportOffer(now, part, core.TransferStats{})
 		}

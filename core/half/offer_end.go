@@ -19,7 +19,7 @@ const maxElsewhere = 4
 const wordWithin = time.Second
 
 func (h *Set) StepWritten(now time.Time, e core.Written) {
-	of := h.offers[e.ID]
+	of := h.offers[ID(e.ID)]
 	if of == nil {
 		return
 	}
@@ -39,7 +39,7 @@ func (h *Set) StepWritten(now time.Time, e core.Written) {
 	case e.Err != nil && !of.landed:
 		of.nacked = errors.Is(e.Err, core.ErrNotExpected)
 		of.end = Ending{transportCode(e.Err), "sending to decode agent " + string(of.load.Peer) + ": " + e.Err.Error()}
-		h.Act(core.SendFinish{Peer: of.load.Peer, ID: of.id, Code: of.end.Code.AtPeer(), Reason: of.end.Reason})
+		h.Act(core.SendFinish{Peer: of.load.Peer, ID: core.TransferID(of.id), Code: of.end.Code.AtPeer(), Reason: of.end.Reason})
 		if of.nacked {
 			of.stats, of.deadline = e.Stats, now.Add(wordWithin)
 			h.offerTo(of, offerRefused)
@@ -63,14 +63,14 @@ func (h *Set) endOffer(now time.Time, of *Offer, end Ending, tell bool) {
 		return
 	}
 	if tell && of.peer != "" && !(fault.On("no-finish-from-p") && end.Code == core.Cancelled) {
-		h.Act(core.SendFinish{Peer: of.peer, ID: of.id, Code: end.Code.AtPeer(), Reason: end.Reason})
+		h.Act(core.SendFinish{Peer: of.peer, ID: core.TransferID(of.id), Code: end.Code.AtPeer(), Reason: end.Reason})
 	}
 	of.end = end
 	switch {
 	case of.state == offerWithdrawing: // it is being stopped already
 		h.offerTo(of, offerEndingWithdrawn)
 	case of.state.sending() && !fault.On("no-stop"):
-		h.offerTo(of, offerEnding, core.StopWrite{ID: of.id})
+		h.offerTo(of, offerEnding, core.StopWrite{ID: core.TransferID(of.id)})
 		if fault.On("report-before-written") {
 			h.reportOffer(now, of, core.TransferStats{})
 		}
@@ -120,7 +120,7 @@ func (of *Offer) Report(now time.Time) core.Report {
 	if state.stopping() {
 		state = offerSending
 	}
-	return core.Report{ID: of.id, Side: core.SideOffer, Token: of.token, Code: of.end.Code, Reason: of.end.Reason,
+	return core.Report{ID: core.TransferID(of.id), Side: core.SideOffer, Token: of.token, Code: of.end.Code, Reason: of.end.Reason,
 		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: of.stats}
 }
 

@@ -30,10 +30,10 @@ func (h *Set) StepPeerDown(now time.Time, id core.AgentID) {
 }
 
 // offersOf lists what P keeps for a D agent.
-func (h *Set) offersOf(id core.AgentID) (ids []ID) {
+func (h *Set) offersOf(id core.AgentID) (ids []core.TransferID) {
 	for tid, of := range h.offers {
 		if of.peer == id {
-			ids = append(ids, tid)
+			ids = append(ids, core.TransferID(tid))
 		}
 	}
 	slices.Sort(ids)
@@ -72,7 +72,7 @@ func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 		}
 		p.gone = true
 		for _, tid := range h.offersOf(e.Peer) {
-			p.rest = append(p.rest, h.offers[tid])
+			p.rest = append(p.rest, h.offers[ID(tid)])
 		}
 		h.endGone(now)
 	case e.Err != nil:

@@ -70,11 +70,11 @@ func (h *Set) renewals(now time.Time) (list map[core.AgentID]*core.SendRenew, us
 		used[ld.peer] = true
 		if ld.state == loadWaiting {
 			r := at(ld.peer)
-			r.Loads = append(r.Loads, id)
+			r.Loads = append(r.Loads, core.TransferID(id))
 		}
 		if p := h.peers[ld.peer]; p != nil && ld.state.kept() { // nil: P is gone, and the load learns it by its SendLoad
 			if r := at(ld.peer); p.due(now) && ld.state.renewed() {
-				r.Claims = append(r.Claims, id)
+				r.Claims = append(r.Claims, core.TransferID(id))
 			}
 		}
 	}
@@ -85,7 +85,7 @@ func (h *Set) renewals(now time.Time) (list map[core.AgentID]*core.SendRenew, us
 		}
 		r := at(c.peer)
 		if c.state == claimAsked || h.peers[c.peer].due(now) && !fault.On("claim-not-renewed") {
-			r.Claims = append(r.Claims, id)
+			r.Claims = append(r.Claims, core.TransferID(id))
 		}
 	}
 	return list, used
@@ -155,17 +155,17 @@ func (h *Set) StepRenewReplied(now time.Time, r core.RenewReplied) {
 	}
 	p.heard = now
 	for i, id := range r.Renewal.Loads {
-		if ld := h.loads.get(id); ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadWaiting {
+		if ld := h.loads.get(ID(id)); ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadWaiting {
 			h.loadRenewed(now, ld, r.Answers[i])
 			h.Settle(now)
 		}
 	}
 	for i, id := range r.Renewal.Claims {
-		if c := h.claims.get(id); c != nil && c.peer == r.Renewal.Peer && c.state.atPeer() {
+		if c := h.claims.get(ID(id)); c != nil && c.peer == r.Renewal.Peer && c.state.atPeer() {
 			h.claimAnswered(now, c, r.Answers[len(r.Renewal.Loads)+i])
 			h.Settle(now)
 		}
-		if ld := h.loads.get(id); ld != nil && ld.peer == r.Renewal.Peer && ld.state.kept() {
+		if ld := h.loads.get(ID(id)); ld != nil && ld.peer == r.Renewal.Peer && ld.state.kept() {
 			h.loadKept(now, ld, r.Answers[len(r.Renewal.Loads)+i])
 			h.Settle(now)
 		}

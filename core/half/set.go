@@ -13,8 +13,8 @@ import (
 )
 
 // ID names a half, on the wire and in the transports. Who stands above gives it. A half passes it on and cannot take it apart:
-// whether it is that of a part, and of which transfer, this package does not know.
-type ID = core.TransferID
+// whether it is that of a part, and of which transfer, this package does not know. It is no name of the engine's, which Above.Name gives.
+type ID core.TransferID
 
 // Above is who stands above the halves. It alone knows what the engine has named, and which halves are the parts of one transfer.
 type Above interface {
@@ -22,12 +22,12 @@ type Above interface {
 	// parts, if there are. The code is the answer to the peer.
 	Meet(now time.Time, who Party, id ID) (core.Code, string)
 	// Divided has a half, as its report says, go on as halves of these ids. It has ended, and they have not begun.
-	Divided(now time.Time, whole core.Report, ids []ID, found []core.FoundPart)
+	Divided(now time.Time, whole core.Report, ids []core.TransferID, found []core.FoundPart)
 
-	Name(id ID) core.TransferID // of the transfer, as the engine knows it
-	Shares(id ID) []ID          // the offers of the transfer, this one among them, some of which may have ended; nil: there is no other
-	Demanded(id ID) bool        // P's engine waits for the transfer's loads
-	Loaded(id ID)               // an offer has its load now
+	Name(id ID) core.TransferID     // of the transfer, as the engine knows it
+	Shares(id ID) []core.TransferID // the offers of the transfer, this one among them, some of which may have ended; nil: there is no other
+	Demanded(id ID) bool            // P's engine waits for the transfer's loads
+	Loaded(id ID)                   // an offer has its load now
 
 	// How a half has ended, or, unless it is over, that its end has begun. Above may end other halves then.
 	ClaimEnded(r core.Report, over bool)
@@ -226,25 +226,25 @@ func (h *Set) Abandon(now time.Time) {
 }
 
 // Remembered are values of the newest transfers, as many as limit.
-type Remembered[T any] struct {
+type Remembered[K comparable, T any] struct {
 	limit int
-	byID  map[ID]T
-	order []ID
+	byID  map[K]T
+	order []K
 }
 
 // Remember makes a Remembered.
-func Remember[T any](limit int) Remembered[T] {
-	return Remembered[T]{limit: limit, byID: map[ID]T{}}
+func Remember[K comparable, T any](limit int) Remembered[K, T] {
+	return Remembered[K, T]{limit: limit, byID: map[K]T{}}
 }
 
 // Get is a transfer's value.
-func (r *Remembered[T]) Get(id ID) T { return r.byID[id] }
+func (r *Remembered[K, T]) Get(id K) T { return r.byID[id] }
 
 // Len is how many are remembered.
-func (r *Remembered[T]) Len() int { return len(r.byID) }
+func (r *Remembered[K, T]) Len() int { return len(r.byID) }
 
 // Put gives a transfer a value.
-func (r *Remembered[T]) Put(id ID, v T) {
+func (r *Remembered[K, T]) Put(id K, v T) {
 	if _, known := r.byID[id]; !known {
 		for len(r.order) >= r.limit {
 			delete(r.byID, r.order[0])
@@ -256,7 +256,7 @@ func (r *Remembered[T]) Put(id ID, v T) {
 }
 
 // Check panics when the order contradicts the values; only in builds with the tag "invariants".
-func (r *Remembered[T]) Check(what string) {
+func (r *Remembered[K, T]) Check(what string) {
 	invariants.Must(len(r.order) == len(r.byID) && len(r.byID) <= r.limit, "%d %s, %d in order", len(r.byID), what, len(r.order))
 }
 

@@ -9,7 +9,7 @@ import (
 // is answered by the truth and not by a new wait. What only peers have named is remembered
 // apart, so that no peer can have this agent forget what its engine knows.
 type Tombstones struct {
-	own   Remembered[Tombstone]
+	own   Remembered[ID, Tombstone]
 	words words
 }
 
@@ -23,7 +23,7 @@ type Tombstone struct {
 }
 
 func newTombstones(limit int) Tombstones {
-	return Tombstones{Remember[Tombstone](limit), words{limit: limit, byID: map[ID]word{}, of: newGreedy()}}
+	return Tombstones{Remember[ID, Tombstone](limit), words{limit: limit, byID: map[ID]word{}, of: newGreedy()}}
 }
 
 // Get says how a transfer has ended, or a part of one, if that is remembered.

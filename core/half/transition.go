@@ -76,27 +76,27 @@ func (o *observer) note(a core.Action) {
 	add := func(id ID, name, half string) { o.acts = append(o.acts, observedAct{id, name, half}) }
 	switch v := a.(type) {
 	case core.Resolve:
-		add(v.ID, "Resolve", "")
+		add(ID(v.ID), "Resolve", "")
 	case core.Expect:
-		add(v.ID, "Expect", "load")
+		add(ID(v.ID), "Expect", "load")
 	case core.SendLoad:
-		add(v.ID, "SendLoad", "load")
+		add(ID(v.ID), "SendLoad", "load")
 	case core.Revoke:
-		add(v.ID, "Revoke", "load")
+		add(ID(v.ID), "Revoke", "load")
 	case core.Write:
-		add(v.ID, "Write", "offer")
+		add(ID(v.ID), "Write", "offer")
 	case core.StopWrite:
-		add(v.ID, "StopWrite", "offer")
+		add(ID(v.ID), "StopWrite", "offer")
 	case core.SendRestart:
-		add(v.ID, "SendRestart", "offer")
+		add(ID(v.ID), "SendRestart", "offer")
 	case core.SendFinish:
-		add(v.ID, "SendFinish", "")
+		add(ID(v.ID), "SendFinish", "")
 	case core.Report:
 		half := v.Side.String()
 		if v.Side == core.SideDemand {
 			half = "offer"
 		}
-		add(v.ID, "Report", half)
+		add(ID(v.ID), "Report", half)
 	}
 }
 

@@ -25,7 +25,7 @@ func (h *Set) Withdraw(of *Offer) {
 		}
 		h.offerTo(of, next)
 		if !fault.On("not-stopped") {
-			h.Act(core.StopWrite{ID: of.id})
+			h.Act(core.StopWrite{ID: core.TransferID(of.id)})
 		}
 	case offerEnding:
 		h.offerTo(of, offerEndingWithdrawn)
@@ -55,7 +55,7 @@ func (h *Set) startOver(now time.Time, of *Offer) {
 	if fault.On("anew-untold") {
 		of.voided = nil
 	} else {
-		h.Act(core.SendRestart{Peer: of.peer, ID: of.id, Digest: void})
+		h.Act(core.SendRestart{Peer: of.peer, ID: core.TransferID(of.id), Digest: void})
 	}
 	of.load, of.sendAt, of.deadline = nil, time.Time{}, now.Add(h.opt.Lease)
 	next := offerPrefill

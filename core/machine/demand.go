@@ -73,7 +73,7 @@ func (m *Machine) checkDemands() {
 	for id := range m.demands {
 		list := m.halfOf(id)
 		invariants.Must(len(list) > 0 && !slices.ContainsFunc(list, func(of *half.Offer) bool { return !of.Offered().IsZero() }), "transfer %q is demanded and is not announced", id)
-		if of := m.halves.Offer(id); of != nil {
+		if of := m.halves.Offer(half.ID(id)); of != nil {
 			invariants.Must(of.State() == prefill, "transfer %q is demanded in state %v", id, of.State())
 		}
 	}

@@ -60,7 +60,7 @@ func (s *sum) add(r *core.Report) {
 }
 
 // Divided makes a fan-in of a claim or load that was found to have parts.
-func (m above) Divided(now time.Time, whole core.Report, ids []half.ID, found []core.FoundPart) {
+func (m above) Divided(now time.Time, whole core.Report, ids []core.TransferID, found []core.FoundPart) {
 	p := parts{whole.ID, whole.From, found, ids, len(ids)}
 	if whole.Side == core.SideClaim {
 		m.fans.claims[p.id] = &claimFanIn{p}
@@ -97,7 +97,7 @@ func (m *Machine) endLoadFanIn(now time.Time, id core.TransferID, end half.Endin
 		return false
 	}
 	for _, part := range f.ids {
-		m.halves.EndLoad(now, part, end)
+		m.halves.EndLoad(now, half.ID(part), end)
 	}
 	return true
 }
@@ -110,7 +110,7 @@ func (m *Machine) dropClaimFanIn(id core.TransferID, end half.Ending) bool {
 	}
 	delete(m.fans.claims, id)
 	for _, part := range f.ids {
-		m.halves.DropClaim(part, end)
+		m.halves.DropClaim(half.ID(part), end)
 	}
 	return true
 }
@@ -160,7 +160,7 @@ func (m above) ClaimEnded(r core.Report, over bool) {
 	case whole && over, !whole && f == nil:
 		return
 	case whole:
-		m.halves.DropClaim(r.ID, end)
+		m.halves.DropClaim(half.ID(r.ID), end)
 	case over:
 		if f.left--; f.left == 0 {
 			delete(m.fans.claims, f.id)

@@ -37,7 +37,7 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 		if checkID(part) != nil {
 			return core.Refused, "malformed transfer_id"
 		}
-		if f := m.fans.offers[part]; f != nil {
+		if f := m.fans.offers[core.TransferID(part)]; f != nil {
 			return core.Refused, fmt.Sprintf("transfer %q is being loaded in %d shares already", string(part), f.of)
 		}
 		return core.OK, ""
@@ -46,13 +46,13 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 		if f.of != share.Of || f.source != share.Source {
 			return core.Refused, fmt.Sprintf("transfer %q is being loaded in %d shares from source %d already, not in %d from %d", string(id), f.of, f.source, share.Of, share.Source)
 		}
-		return m.partThere(part)
+		return m.partThere(core.TransferID(part))
 	}
-	if t, gone := m.halves.Ended.Get(id); gone {
-		return t.Answer(id)
+	if t, gone := m.halves.Ended.Get(half.ID(id)); gone {
+		return t.Answer(half.ID(id))
 	}
-	base := m.halves.Offer(id)
-	peer, _ := m.halves.At(core.SideOffer, id)
+	base := m.halves.Offer(half.ID(id))
+	peer, _ := m.halves.At(core.SideOffer, half.ID(id))
 	switch {
 	case peer != "":
 		return core.Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(id), peer)
@@ -69,12 +69,12 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 	}
 	m.fans.offers[id] = f
 	m.halves.Divide(now, base, who, f.parts)
-	return m.partThere(part)
+	return m.partThere(core.TransferID(part))
 }
 
 // partThere says whether a part has not ended.
 func (m *Machine) partThere(part core.TransferID) (core.Code, string) {
-	if m.halves.Offer(part) == nil {
+	if m.halves.Offer(half.ID(part)) == nil {
 		return core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(part))
 	}
 	return core.OK, ""
@@ -87,7 +87,7 @@ func (m *Machine) halfOf(id core.TransferID) (out []*half.Offer) {
 		ids = f.parts
 	}
 	for _, part := range ids {
-		if of := m.halves.Offer(part); of != nil {
+		if of := m.halves.Offer(half.ID(part)); of != nil {
 			out = append(out, of)
 		}
 	}
@@ -123,7 +123,7 @@ func (m above) OfferEnded(now time.Time, of *half.Offer) {
 	}
 	delete(m.fans.offers, f.id)
 	m.reportDemand(f.id, f.code, f.reason, 0)
-	m.halves.Remember(of, f.id, half.Tombstone{Code: f.code, Reason: f.reason, Offered: !f.offered.IsZero(), Stats: f.stats})
+	m.halves.Remember(of, half.ID(f.id), half.Tombstone{Code: f.code, Reason: f.reason, Offered: !f.offered.IsZero(), Stats: f.stats})
 	if !f.offered.IsZero() {
 		m.halves.Act(core.Report{ID: f.id, Parts: f.parts, Side: core.SideOffer, Token: f.token, Code: f.code, Reason: f.reason, Blocks: f.blocks,
 			Wait: f.wait, Elapsed: now.Sub(f.offered), State: f.state, Peer: f.peer, Stats: f.stats})

@@ -23,7 +23,7 @@ func newFans() fans {
 type above struct{ *Machine }
 
 func (m above) Name(id half.ID) core.TransferID { return nameOf(id) }
-func (m above) Shares(id half.ID) []half.ID {
+func (m above) Shares(id half.ID) []core.TransferID {
 	if f := m.fans.offers[nameOf(id)]; f != nil {
 		return f.parts
 	}
@@ -35,11 +35,11 @@ func (m above) Forgotten(id half.ID)     { delete(m.fans.offers, nameOf(id)) }
 
 // claimed and loading say whether the engine has claimed a transfer, or loads it.
 func (m *Machine) claimed(id core.TransferID) bool {
-	return m.halves.Claims(id) || m.fans.claims[id] != nil
+	return m.halves.Claims(half.ID(id)) || m.fans.claims[id] != nil
 }
 
 func (m *Machine) loading(id core.TransferID) bool {
-	return m.halves.Loads(id) || m.fans.loads[id] != nil
+	return m.halves.Loads(half.ID(id)) || m.fans.loads[id] != nil
 }
 
 func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans.claims) }
@@ -48,7 +48,7 @@ func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans
 // load of which P must still hear counts too.
 func (m *Machine) namedLoads(id core.TransferID) int {
 	n := m.halves.WholeLoads() + len(m.fans.loads)
-	if m.halves.Farewell(id) {
+	if m.halves.Farewell(half.ID(id)) {
 		n--
 	}
 	return n
@@ -71,7 +71,7 @@ func (m *Machine) checkFanIns() {
 	}
 	check := func(id core.TransferID, p *parts) {
 		invariants.Must(p.id == id && p.left == left[id] && p.left > 0, "load %q has %d of %d parts, counted %d", id, left[id], len(p.ids), p.left)
-		invariants.Must(!m.halves.Claims(id) && !m.halves.Loads(id), "load %q is whole and in parts", id)
+		invariants.Must(!m.halves.Claims(half.ID(id)) && !m.halves.Loads(half.ID(id)), "load %q is whole and in parts", id)
 	}
 	for id, f := range m.fans.claims {
 		check(id, &f.parts)
@@ -87,7 +87,7 @@ func (m *Machine) checkFanOuts() {
 	for id, f := range m.fans.offers {
 		live := m.halfOf(id)
 		invariants.Must(f.id == id && len(live) == f.left && f.left > 0 && len(f.parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)
-		invariants.Must(m.halves.Offer(id) == nil, "offer %q is whole and in parts", id)
+		invariants.Must(m.halves.Offer(half.ID(id)) == nil, "offer %q is whole and in parts", id)
 		for _, of := range live {
 			invariants.Must(of.Offered().Equal(f.offered), "a part of offer %q is in state %v", id, of.State())
 		}

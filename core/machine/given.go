@@ -28,8 +28,8 @@ func (m *Machine) AnyGiven() bool {
 
 func (m *Machine) stepRemapped(now time.Time, r core.Remapped) {
 	end := half.Ending{Code: fault.Pick("remapped-is-cancelled", core.Failed, core.Cancelled), Reason: r.Reason}
-	if m.halves.GivenLoad(r.ID) {
-		m.halves.EndLoad(now, r.ID, end)
+	if m.halves.GivenLoad(half.ID(r.ID)) {
+		m.halves.EndLoad(now, half.ID(r.ID), end)
 	}
 	m.endLoadFanIn(now, r.ID, end)
 	m.halves.Settle(now)

@@ -22,17 +22,17 @@ type Machine struct {
 	opt     core.Options
 	layout  *kv.Layout
 	closed  bool
-	halves  *half.Set                    // which know one peer each
-	fans    fans                         // above them
-	lost    half.Remembered[core.Report] // claims of which the engine was told that they could not succeed any more
-	demands map[core.TransferID]bool     // announced, and no load is here
-	steps   int                          // for the invariants
+	halves  *half.Set                                     // which know one peer each
+	fans    fans                                          // above them
+	lost    half.Remembered[core.TransferID, core.Report] // claims of which the engine was told that they could not succeed any more
+	demands map[core.TransferID]bool                      // announced, and no load is here
+	steps   int                                           // for the invariants
 }
 
 // New makes a Machine for one registered layout.
 func New(layout *kv.Layout, opt core.Options) *Machine {
 	opt = opt.WithDefaults()
-	m := &Machine{opt: opt, layout: layout, fans: newFans(), demands: map[core.TransferID]bool{}, lost: half.Remember[core.Report](opt.MaxTransfers)}
+	m := &Machine{opt: opt, layout: layout, fans: newFans(), demands: map[core.TransferID]bool{}, lost: half.Remember[core.TransferID, core.Report](opt.MaxTransfers)}
 	m.halves = half.New(layout, opt, above{m})
 	return m
 }
@@ -156,13 +156,13 @@ func (m *Machine) OldestWait(now time.Time) time.Duration { return m.halves.Olde
 // PeerOf is the agent at the other end of a half, or of a part of one; "" if there is no such
 // half, or if the agent is not known.
 func (m *Machine) PeerOf(s core.Side, id core.TransferID) core.AgentID {
-	peer, _ := m.halves.At(s, id)
+	peer, _ := m.halves.At(s, half.ID(id))
 	return peer
 }
 
 // StateOf names the state of a half, or of a part of one; "-" if there is none.
 func (m *Machine) StateOf(s core.Side, id core.TransferID) string {
-	_, state := m.halves.At(s, id)
+	_, state := m.halves.At(s, half.ID(id))
 	return state
 }
 
@@ -245,8 +245,8 @@ func (m *Machine) stepCancel(now time.Time, e core.Cancel) error {
 		return err
 	}
 	end := half.Ending{Code: core.Cancelled, Reason: cmp.Or(e.Reason, "cancelled by the decode engine")}
-	decodes := slices.Contains([]bool{m.halves.Farewell(e.ID), m.wasLost(e.ID), // and all that there are end:
-		m.halves.DropClaim(e.ID, end), m.halves.EndLoad(now, e.ID, end), m.dropClaimFanIn(e.ID, end), m.endLoadFanIn(now, e.ID, end)}, true)
+	decodes := slices.Contains([]bool{m.halves.Farewell(half.ID(e.ID)), m.wasLost(e.ID), // and all that there are end:
+		m.halves.DropClaim(half.ID(e.ID), end), m.halves.EndLoad(now, half.ID(e.ID), end), m.dropClaimFanIn(e.ID, end), m.endLoadFanIn(now, e.ID, end)}, true)
 	m.halves.Settle(now)
 	if !decodes || m.halfOf(e.ID) != nil {
 		m.cancelOffer(now, e.ID, cmp.Or(e.Reason, "cancelled by the prefill engine"))

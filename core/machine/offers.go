@@ -17,7 +17,7 @@ func (m *Machine) stepAnnounce(now time.Time, id core.TransferID) error {
 	if err := m.check(id); err != nil {
 		return err
 	}
-	if t, gone := m.halves.Ended.Get(id); gone {
+	if t, gone := m.halves.Ended.Get(half.ID(id)); gone {
 		m.demandGone(id, t)
 		return nil // D gave up first; the OfferRequest will tell so
 	}
@@ -44,7 +44,7 @@ func (m *Machine) announce(now time.Time, id core.TransferID) error {
 		m.halves.Announced(now, of)
 	}
 	if m.halfOf(id) == nil {
-		m.halves.NewOffer(now, id)
+		m.halves.NewOffer(now, half.ID(id))
 	}
 	return nil
 }
@@ -84,11 +84,11 @@ func (m *Machine) stepOffer(now time.Time, r core.OfferRequest) error {
 		}
 	}
 	m.reportDemand(r.ID, core.OK, "", 0) // the engine did not wait for it
-	if t, gone := m.halves.Ended.Get(r.ID); gone && list == nil {
+	if t, gone := m.halves.Ended.Get(half.ID(r.ID)); gone && list == nil {
 		if t.Offered {
 			return fmt.Errorf("%w: transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", core.ErrDuplicate, string(r.ID), t.Code)
 		}
-		m.halves.Ended.Add(r.ID, half.Tombstone{Code: t.Code, Reason: t.Reason, Offered: true})
+		m.halves.Ended.Add(half.ID(r.ID), half.Tombstone{Code: t.Code, Reason: t.Reason, Offered: true})
 		m.halves.Count.Offered++
 		m.halves.Act(core.Report{ID: r.ID, Side: core.SideOffer, Token: r.Token, Code: t.Code, Reason: t.Reason, Blocks: r.Count(), State: "ended", Stats: t.Stats})
 		return nil
@@ -99,7 +99,7 @@ func (m *Machine) stepOffer(now time.Time, r core.OfferRequest) error {
 	m.halves.Count.Offered++
 	m.noteOfferOfParts(now, &r)
 	if list == nil {
-		list = []*half.Offer{m.halves.NewOffer(now, r.ID)}
+		list = []*half.Offer{m.halves.NewOffer(now, half.ID(r.ID))}
 	}
 	for _, of := range list {
 		m.halves.Ready(now, of, &r)
@@ -112,12 +112,12 @@ func (m *Machine) stepPartialOffer(now time.Time, r core.PartialOffer) error {
 	if err := m.check(r.ID); err != nil {
 		return err
 	}
-	if _, gone := m.halves.Ended.Get(r.ID); gone {
+	if _, gone := m.halves.Ended.Get(half.ID(r.ID)); gone {
 		return nil
 	}
 	var before *half.Offer // all parts of a transfer are given the same
 	for _, of := range m.halfOf(r.ID) {
-		if err := of.MayGrow(r.ID); err != nil {
+		if err := of.MayGrow(half.ID(r.ID)); err != nil {
 			return err
 		}
 		before = cmp.Or(before, of)
@@ -160,8 +160,8 @@ func (m *Machine) Reading(id core.TransferID) bool {
 // cancelOffer ends P's half. If the half is not here yet, its end is remembered.
 func (m *Machine) cancelOffer(now time.Time, id core.TransferID, reason string) {
 	list := m.halfOf(id)
-	if _, gone := m.halves.Ended.Get(id); list == nil && !gone {
-		m.halves.Ended.Add(id, half.Tombstone{Code: core.Cancelled, Reason: reason})
+	if _, gone := m.halves.Ended.Get(half.ID(id)); list == nil && !gone {
+		m.halves.Ended.Add(half.ID(id), half.Tombstone{Code: core.Cancelled, Reason: reason})
 	}
 	for i, of := range list {
 		if fault.On("cancel-one-share") && i > 0 {

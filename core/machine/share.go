@@ -27,7 +27,7 @@ func PartID(id core.TransferID, s kv.Share) core.TransferID {
 }
 
 // splitPart is the reverse of PartID; ok says that it is one, and well formed.
-func splitPart(part core.TransferID) (id core.TransferID, s kv.Share, ok bool) {
+func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	base, text, found := strings.Cut(string(part), partMark)
 	if !found || len(part) > MaxPartID {
 		return "", kv.Share{}, false
@@ -45,10 +45,10 @@ func splitPart(part core.TransferID) (id core.TransferID, s kv.Share, ok bool) {
 		*f.to = int(n)
 	}
 	id = core.TransferID(base)
-	return id, s, checkID(id) == nil && s.Check() == nil && PartID(id, s) == part
+	return id, s, checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
 }
 
-func checkID(id core.TransferID) error {
+func checkID[T ~string](id T) error {
 	if len(id) == 0 || len(id) > core.MaxTransferID {
 		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
 	}
@@ -60,7 +60,7 @@ func checkID(id core.TransferID) error {
 	return nil
 }
 
-func isPart(id core.TransferID) bool { return strings.Contains(string(id), partMark) }
+func isPart[T ~string](id T) bool { return strings.Contains(string(id), partMark) }
 
 // checkWireID is checkID for what a peer names: an id, or a part of one.
 func checkWireID(id core.TransferID) error {
@@ -71,7 +71,7 @@ func checkWireID(id core.TransferID) error {
 }
 
 // nameOf is the id that the engine knows a half by, or a part of it.
-func nameOf(id core.TransferID) core.TransferID {
+func nameOf[T ~string](id T) core.TransferID {
 	name, _, _ := strings.Cut(string(id), partMark)
 	return core.TransferID(name)
 }

@@ -83,7 +83,7 @@ func build(dir, tags string) (*simulator, error) {
 		return nil, err
 	}
 	s := &simulator{root: root, dir: dir, program: filepath.Join(dir, "sim.test")}
-	cmd := exec.Command("go", "test", "-c", "-tags", tags, "-o", s.program, "./core")
+	cmd := exec.Command("go", "test", "-c", "-tags", tags, "-o", s.program, "./core/machine")
 	cmd.Dir = root
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("the simulator does not build: %w\n%s", err, out)
@@ -113,7 +113,7 @@ var failedSeed = regexp.MustCompile(`seed (\d+): (.*)`)
 func (s *simulator) hunt(name string, seeds int) (finding, error) {
 	began := time.Now()
 	test := exec.Command(s.program, "-test.run", "^TestSim$", "-test.timeout", "5m", "-sim.seeds", fmt.Sprint(seeds), "-sim.out", s.dir)
-	test.Dir = filepath.Join(s.root, "core")
+	test.Dir = filepath.Join(s.root, "core", "machine")
 	test.Env = append(os.Environ(), "KVCONN_FAULT="+name)
 	out, err := test.CombinedOutput()
 	f := finding{failed: err != nil, took: time.Since(began)}
