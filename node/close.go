@@ -34,7 +34,7 @@ func (a *Agent) Close() error {
 	defer cancel()
 	patience := max(time.Duration(a.cfg.CloseTimeout)-deregisterTime, time.Duration(a.cfg.CloseTimeout)/2)
 	if c := a.caches.Load(); c != nil && c.transports.devices != nil {
-		patience -= a.cfg.deviceGoodbye()
+		patience -= a.cfg.deviceCloseTime()
 	}
 	draining, stop := context.WithTimeout(ctx, patience)
 	defer stop()

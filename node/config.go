@@ -183,13 +183,13 @@ func Transports(value string) (names []string, err error) {
 // RDMA is read from the keys that begin with rdma_.
 func (c *Config) RDMA() rdma.Config { return c.rdmaConfig(nil) }
 
-// deviceGoodbye is the part of close_timeout_s that is kept for devices that do not answer.
-func (c *Config) deviceGoodbye() time.Duration {
+// deviceCloseTime is the part of close_timeout_s that is kept for devices that do not answer.
+func (c *Config) deviceCloseTime() time.Duration {
 	return min(2*time.Second, time.Duration(c.CloseTimeout)/4)
 }
 
 func (c *Config) deviceOptions() cuda.Options {
-	return cuda.Options{RingBytes: c.DeviceRing, SlotBytes: c.DeviceSlot, NoKernel: !c.CopyKernel, StallTimeout: time.Duration(c.StallTimeout), CloseTimeout: c.deviceGoodbye()}
+	return cuda.Options{RingBytes: c.DeviceRing, SlotBytes: c.DeviceSlot, NoKernel: !c.CopyKernel, StallTimeout: time.Duration(c.StallTimeout), CloseTimeout: c.deviceCloseTime()}
 }
 
 func (c *Config) rdmaConfig(log *zap.Logger) rdma.Config {

@@ -44,18 +44,18 @@ func (l *memoryCheck) checkWrite(op *core.WriteOp) error {
 
 // checkMemory says what a check finds. If a region's memory has changed, a transport that has registered it with cards gives it up. If the
 // agent takes the new memory while the check is made, what the check has found is of before, and it is made once more.
-func (t *transports) checkMemory(look func() error) error {
+func (t *transports) checkMemory(check func() error) error {
 	if t.devices == nil {
 		return nil
 	}
-	_, err := t.checkMemoryAt(look)
+	_, err := t.checkMemoryAt(check)
 	return err
 }
 
 // checkMemoryAt is checkMemory where there are devices. The epoch is that of which the check has found something.
-func (t *transports) checkMemoryAt(look func() error) (epoch uint64, changed error) {
+func (t *transports) checkMemoryAt(check func() error) (epoch uint64, changed error) {
 	for {
-		epoch, changed = t.devices.Epoch(), look()
+		epoch, changed = t.devices.Epoch(), check()
 		if changed == nil || !isChange(changed) && t.devices.Check() == nil { // the driver has failed once
 			return epoch, changed
 		}

@@ -94,13 +94,13 @@ func TestSlowSignals(t *testing.T) {
 	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
 	goesBy(t, p, d, "t", viaRDMA)
 	var running, most atomic.Int32
-	gate := make(chan struct{})
+	release := make(chan struct{})
 	slow := func(_ core.AgentID, msg []byte) ([]byte, error) {
 		now := running.Add(1)
 		defer running.Add(-1)
 		for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
 		}
-		<-gate
+		<-release
 		return msg, nil
 	}
 	p.fake.answerer.Store(&slow)
@@ -115,7 +115,7 @@ func TestSlowSignals(t *testing.T) {
 	}
 	until(t, "as many are handled as may be", func() bool { return running.Load() == maxSignalsEach })
 	goesBy(t, p, d, "beside", viaRDMA)
-	close(gate)
+	close(release)
 	for range cap(errs) {
 		if err := <-errs; err != nil {
 			t.Error(err)

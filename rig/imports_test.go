@@ -85,7 +85,7 @@ var ofValues = []string{"cmp", "container/heap", "container/list", "context", "c
 // onlyOf says which of them may have one of them, if not all may.
 var onlyOf = map[string][]string{
 	"context":                      {"core"},                              // in the interfaces of who moves bytes and messages
-	"crypto/sha256":                {"core/half"}, // digests of grants
+	"crypto/sha256":                {"core/half"},                         // digests of grants
 	"time":                         {"core", "core/half", "core/machine"}, // their user tells the time
 	"github.com/tinylib/msgp/msgp": {"wire"},
 	module + "core":                {"core/half", "core/machine"},
