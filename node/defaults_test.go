@@ -19,7 +19,7 @@ func TestDefaultsOfTheParts(t *testing.T) {
 	verbs := c.RDMA()
 	verbs.Fallback = false // by the key transport, see fallsBack
 	gpu := c.deviceOptions()
-	gpu.CloseTimeout = 0 // by the key close_timeout_s, see deviceGoodbye
+	gpu.CloseTimeout = 0 // by the key close_timeout_s, see deviceCloseTime
 	for _, part := range []struct {
 		name      string
 		here, its any

@@ -99,7 +99,7 @@ func (o *opener) open(name string, layout *kv.Layout, to core.Sink) (core.Transp
 		Encrypt: o.cfg.tcpEncryption(), Guard: o.allow.checkDial, Logger: o.log.Named(viaTCP),
 	}
 	if o.devices != nil {
-		cfg.Mover, cfg.CloseGrace = o.devices, o.cfg.deviceGoodbye()/2
+		cfg.Mover, cfg.CloseGrace = o.devices, o.cfg.deviceCloseTime()/2
 	}
 	w, err := tcp.New(cfg, layout, to)
 	if err != nil {
@@ -114,7 +114,7 @@ func (o *opener) local(layout *kv.Layout, to core.Sink) (core.Transport, error) 
 		Listen: o.cfg.prefills(), ConnectTimeout: time.Duration(o.cfg.ConnectTimeout), StallTimeout: time.Duration(o.cfg.StallTimeout), Logger: o.log.Named(viaLocal),
 	}
 	if o.devices != nil {
-		cfg.Devices, cfg.CloseGrace = o.devices, o.cfg.deviceGoodbye()/2
+		cfg.Devices, cfg.CloseGrace = o.devices, o.cfg.deviceCloseTime()/2
 	}
 	return o.near(cfg, o.id, layout, to, o.signal(viaLocal))
 }

@@ -42,7 +42,7 @@ var defects = []struct{ name, room, test, says string }{
 	{"node-check-kept", "../../node", "TestEachBatchIsChecked", "the transport got [\"load"},
 	{"node-check-few", "../../node", "TestMemoryIsChecked", "the transport got [\"write"},
 	{"node-check-of-earlier-memory", "../../node", "TestCheckOfEarlierMemory", "the cards forget the memory of now"},
-	{"node-own-fault", "../../node", "TestOwnMemoryInTheWay", "the load fails with"},
+	{"node-own-fault", "../../node", "TestOwnMemoryPreventsLoad", "the load fails with"},
 	{"tcp-slot-kept", "../../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
 }
 

@@ -94,7 +94,7 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	if k == nil {
 		k = &conn{c: c}
 		// One that was dropped has given its place back, though its goroutine may take half a second to end. Else a burst
-		// of strangers, each dropped for the next one, would hold all places with what is about to end.
+		// of unknown clients, each dropped for the next one, would hold all places with what is about to end.
 		if s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict()) {
 			s.drop(k)
 		}
@@ -116,7 +116,7 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	}
 }
 
-// evict makes room for a connection: strangers that hold all places must not keep others
+// evict makes room for a connection: unknown clients that hold all places must not keep others
 // out. mu is held.
 func (s *Server) evict() bool {
 	l := &s.waiting

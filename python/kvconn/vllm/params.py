@@ -14,8 +14,8 @@ from .._engine import Rank, host_port
 from ..errors import ConfigError
 from ..types import Claim
 from . import states
+from .compat import PORT, like, understood
 from .names import NIXL, OWN
-from .others import PORT, like, understood
 from .served import cache_dtype, model_keys, must_match
 
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
