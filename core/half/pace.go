@@ -24,7 +24,7 @@ func (h *Set) yield() {
 	}
 }
 
-// stepResume goes on with what earlier steps have left. To the halves it is what brought that about.
+// StepResume goes on with what earlier steps have left. To the halves it is what brought that about.
 func (h *Set) StepResume(now time.Time) {
 	h.yielded = false
 	h.noticePause(now) // before anything counts as late: a process that was stopped may resume before its first tick

@@ -35,7 +35,7 @@ func (o *observer) begin(e core.Event) {
 	}
 }
 
-// because names what an event has brought about, for the halves that it reaches, until
+// Because names what an event has brought about, for the halves that it reaches, until
 // undo is called.
 func (h *Set) Because(name string) (undo func()) {
 	before := h.taken.event
@@ -61,7 +61,7 @@ func (o *observer) moved(half string, id ID, before, after fmt.Stringer) {
 	o.halves = append(o.halves, observed{core.Transition{Half: half, From: from, Event: o.event, To: to}, id})
 }
 
-// act wants actions done, in this order.
+// Act wants actions done, in this order.
 func (h *Set) Act(list ...core.Action) {
 	for _, a := range list {
 		h.actions = append(h.actions, a)

@@ -26,4 +26,3 @@ func Must(ok bool, format string, args ...any) {
 	}
 	panic("core: broken invariant: " + fmt.Sprintf(format, copies...))
 }
-
