@@ -35,6 +35,8 @@ var defects = []faulttest.Defect{
 	{"local-unprobed-pidfd", "TestFilter"},
 	{"local-unwatched-prefill", "TestPrefillEndsInMeeting"},
 	{"local-unwatched-decode", "TestDecodeEndsInMeeting"},
+	{"local-stream-batch", "TestPastCaches"},
+	{"local-stream-uncounted", "TestPastCaches"},
 	{"local-unlooked-end", "TestEndBehindTheProof"},
 	{"local-let-the-dead", "TestDeadIsNotLet"},
 	{"local-number-alone", "TestNumberOfTheDead"},
