@@ -112,6 +112,9 @@ func (s *sender) greet(conn *net.UnixConn) (ol *outLink, err error) {
 	ol.more = func(b []byte) []byte { return s.speak(ol, b) }
 	ol.broke = func(err error) { s.part(ol, ol.lost(err)) }
 	err = s.meet(ol, h)
+	if dead := ol.lives(); dead != nil {
+		err = dead
+	}
 	s.met(ol)
 	if err == nil {
 		_ = conn.SetDeadline(time.Time{})
@@ -168,6 +171,9 @@ func (s *sender) meet(ol *outLink, h hello) error {
 		return s.full()
 	}
 	ol.taker = tk
+	if !fault.On("local-unwatched-decode") {
+		ol.watch(func(err error) { s.died(ol, err) })
+	}
 	secret := new(random)
 	*secret = newRandom()
 	defer held(secret)() // D's process reads it
@@ -246,6 +252,10 @@ func (s *sender) judge(ol *outLink, c *claimed, h hello, w *welcome, secret rand
 			return verdictTaken, uint32(other), fmt.Errorf("process %d asks to read this process's memory, and process %d may do that already: the kernel lets only one (kernel.yama.ptrace_scope is 1; 0 lets both)", ol.pid, other)
 		case errno != 0:
 			return verdictBarred, uint32(errno), fmt.Errorf("decode agent %s cannot read this process's memory: %w", ol.taker.id, c.errno)
+		}
+		if err := ol.lives(); err != nil && !fault.On("local-let-the-dead") { // another process may have the number that was let read
+			undo()
+			return verdictBarred, uint32(syscall.ESRCH), err
 		}
 		ol.unread = undo
 		return verdictAgain, 0, nil

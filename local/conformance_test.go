@@ -43,6 +43,7 @@ func TestMain(m *testing.M) {
 	underFilter()
 	withOrphan()
 	reusing()
+	halfway()
 	sharing()
 	doomed()
 	underYama()

@@ -30,9 +30,10 @@ type batch struct {
 	gate     uint64
 	proof    uint64
 	pid      int
-	reach    reach // nil: P's process is read
-	looks    bool  // at the gate, when it has copied by that way
-	proven   bool  // it found the proof there
+	reach    reach  // nil: P's process is read
+	looks    bool   // at the gate, when it has copied by that way
+	proven   bool   // it found the proof there
+	past     uint64 // bytes that have passed the caches, see copyOf
 	on       *stint
 }
 
@@ -293,6 +294,7 @@ func (r *receiver) copied(b *batch, n uint64, err error) {
 	in.copied += n
 	if w := wayOf(b.reach); n > 0 {
 		r.came[w] += n
+		r.past += b.past
 		src.ways[w] = true
 	}
 	r.bury(in)

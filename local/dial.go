@@ -147,7 +147,6 @@ func (src *source) run(leave func()) {
 		r.mu.Unlock()
 	}
 	if err == nil {
-		l.watch(src.leave)
 		src.settle()
 		err = clearer(l.serve(func(h header, body []byte) error { return r.hear(src, h, body) }))
 		err = l.ends(err)
@@ -184,12 +183,22 @@ func (src *source) connect() (*link, error) {
 		_ = c.Close()
 		return nil, fmt.Errorf("its socket is refused: %w", err)
 	}
+	if !fault.On("local-unwatched-prefill") {
+		l.watch(src.leave)
+	}
 	if err = src.meet(ctx, l); err == nil && !done() {
 		err = context.Cause(ctx)
 	}
+	if dead := l.lives(); dead != nil {
+		err = dead
+	}
 	if err != nil {
-		if ctx.Err() != nil {
-			err = fmt.Errorf("it has not answered in time: %w", context.Cause(ctx))
+		switch cause := context.Cause(ctx); {
+		case errors.Is(err, errDead):
+		case errors.Is(cause, errDead):
+			err = cause
+		case cause != nil:
+			err = fmt.Errorf("it has not answered in time: %w", cause)
 		}
 		l.close()
 		src.reaches.close()

@@ -43,7 +43,7 @@ func (u used) String() string {
 	return strings.Join(names, ", ")
 }
 
-// Counters count the bytes that have come by each way, and say how much memory of peers this agent has mapped, and how
+// Counters count the bytes that have come by each way and those that passed the caches on it, and say how much memory of peers this agent has mapped, and how
 // much of its own they may map.
 func (t *Transport) Counters() map[string]uint64 {
 	all := map[string]uint64{}
@@ -51,6 +51,7 @@ func (t *Transport) Counters() map[string]uint64 {
 	for w, name := range wayNames {
 		all["bytes_by_"+name] = t.receiver.came[w]
 	}
+	all["bytes_past_caches"] = t.receiver.past
 	t.receiver.mu.Unlock()
 	t.mapped.mu.Lock()
 	all["peers_memory_mapped_bytes"] = t.mapped.bytes

@@ -34,6 +34,11 @@ type kernel interface {
 	yama() string
 	// user is whose this process is.
 	user() int
+	// peer is a pidfd of the process at the other end of a unix socket; -1 and an error: the kernel gives none. ENOPROTOOPT: it is older
+	// than 6.5; ESRCH or EINVAL: the process has ended.
+	peer(fd int) (pidfd int, errno syscall.Errno)
+	// ended says whether the process of a pidfd has.
+	ended(pidfd uintptr) bool
 	// survives says whether a filter of system calls lets this process live if it makes a call: nil, or why not, or why that is not known.
 	survives(call uintptr) error
 }
@@ -64,6 +69,20 @@ func (linux) yama() string {
 }
 
 func (linux) user() int { return os.Geteuid() }
+
+func (linux) peer(fd int) (int, syscall.Errno) {
+	pidfd, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEERPIDFD)
+	if err != nil {
+		errno, _ := err.(syscall.Errno)
+		return -1, errno
+	}
+	return pidfd, 0
+}
+
+func (linux) ended(pidfd uintptr) bool {
+	n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, 0)
+	return n > 0 && err == nil
+}
 
 func (linux) survives(call uintptr) error { return callprobe.Check(call) }
 

@@ -60,30 +60,31 @@ func (t *Transport) newLink(conn *net.UnixConn) (*link, error) {
 	}
 	l := &link{t: t, conn: conn, raw: raw, in: bufio.NewReaderSize(conn, readBuffer)}
 	var cred *unix.Ucred
-	pidfd := -1
+	var pidfd int
+	var ungiven syscall.Errno
 	if e := raw.Control(func(fd uintptr) {
 		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-		if p, e := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD); e == nil {
-			pidfd = p
-		}
+		pidfd, ungiven = t.kernel.peer(int(fd))
 	}); e != nil {
 		return nil, e
 	}
 	if err != nil {
 		return nil, fmt.Errorf("the kernel does not say whose the socket is: %w", err)
 	}
-	if l.pid = int(cred.Pid); pidfd < 0 && l.pid > 0 {
-		p, e := openPidfd(t.kernel, l.pid)
-		if e == unix.ESRCH {
-			return nil, fmt.Errorf("%w (process %d)", errDead, l.pid)
-		}
-		if e == nil {
-			pidfd = p
+	l.pid = int(cred.Pid)
+	switch {
+	case ungiven == 0:
+	case (ungiven == unix.ESRCH || ungiven == unix.EINVAL) && givesPeers(t.kernel) && !fault.On("local-number-alone"):
+		return nil, l.dead() // and another process may have its number
+	case l.pid > 0:
+		var e error
+		if pidfd, e = openPidfd(t.kernel, l.pid); e == unix.ESRCH {
+			return nil, l.dead()
 		}
 	}
-	if pidfd >= 0 && over(uintptr(pidfd)) { // a child of its may hold the socket
+	if pidfd >= 0 && t.kernel.ended(uintptr(pidfd)) { // a child of its may hold the socket
 		_ = unix.Close(pidfd)
-		return nil, fmt.Errorf("%w (process %d)", errDead, l.pid)
+		return nil, l.dead()
 	}
 	if pidfd >= 0 {
 		_ = unix.SetNonblock(pidfd, true)
@@ -96,38 +97,6 @@ func (t *Transport) newLink(conn *net.UnixConn) (*link, error) {
 		return nil, fmt.Errorf("%w: it has user id %d, this process %d", refusedUser, cred.Uid, t.here.uid)
 	}
 	return l, nil
-}
-
-// openPidfd is for kernels before 6.5, whose sockets have none.
-func openPidfd(k kernel, pid int) (int, error) {
-	if err := k.survives(unix.SYS_PIDFD_OPEN); err != nil && !fault.On("local-unprobed-pidfd") {
-		return -1, err
-	}
-	return unix.PidfdOpen(pid, 0)
-}
-
-// watch waits for the end of the peer's process: a child that it has forked may hold the socket
-// open for ever.
-func (l *link) watch(ended func(error)) {
-	if l.life == nil {
-		return
-	}
-	l.t.goRun("local watch", func() {
-		raw, err := l.life.SyscallConn()
-		if err != nil {
-			return
-		}
-		err = raw.Read(over)
-		if err == nil {
-			ended(fmt.Errorf("%w (process %d)", errDead, l.pid))
-		}
-	})
-}
-
-// over says whether the process of a pidfd has ended.
-func over(pidfd uintptr) bool {
-	n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, 0)
-	return n > 0 && err == nil
 }
 
 // close also ends a socket that a child of this process holds, which was forked and did not exec.

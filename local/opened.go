@@ -203,7 +203,7 @@ func (c *copier) stage(b *batch) (done uint64, err error) {
 		if err != nil {
 			return done, err
 		}
-		proven = proven && part.proven
+		b.past, proven = part.past, proven && part.proven
 		from.advance(n)
 	}
 	b.proven = proven

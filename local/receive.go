@@ -32,6 +32,7 @@ type receiver struct {
 	redial  time.Duration
 	closed  bool
 	came    [ways]uint64 // bytes
+	past    uint64       // bytes of these that passed the caches
 
 	copies map[*batch]struct{}  // under way, out of P's processes
 	patrol *delayed             // looks at them; nil: there is none

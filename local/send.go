@@ -175,10 +175,6 @@ func (s *sender) close() {
 
 // serve reads D's frames until the link ends, and tells what that ends.
 func (s *sender) serve(ol *outLink) {
-	ol.watch(func(err error) {
-		ol.fail(ol.lost(err))
-		_ = ol.conn.CloseRead() // what D has said before is still read
-	})
 	ol.flush()
 	err := ol.serve(func(h header, body []byte) error { return s.hear(ol, h, body) })
 	if ended := closed(err); !ended {
@@ -191,6 +187,13 @@ func (s *sender) serve(ol *outLink) {
 // lost says of which link an error is.
 func (ol *outLink) lost(err error) error {
 	return fmt.Errorf("local: the link to process %d of decode agent %s: %w: %w", ol.pid, ol.taker.id, core.ErrConnectionLost, clearer(err))
+}
+
+// died ends a link, or its meeting, when D's process has ended.
+func (s *sender) died(ol *outLink, err error) {
+	ol.fail(ol.lost(err))
+	_ = ol.conn.CloseRead() // what D has said before is still read
+	_ = ol.conn.CloseWrite()
 }
 
 // drain reads what D still says until D closes its end.

@@ -1,6 +1,10 @@
 package local
 
-import "unsafe"
+import (
+	"unsafe"
+
+	"github.com/kvconn/kvconn/internal/fault"
+)
 
 const (
 	// streamFrom is the size of a transfer from which its bytes pass the caches on their way: they would put out what the engine
@@ -9,12 +13,13 @@ const (
 	streamLeast = 256 // bytes of one piece
 )
 
-// copyOf copies a piece of a transfer of total bytes, and returns the piece's size: the lesser one.
-func copyOf(total uint64, dst, src []byte) int {
-	n := min(len(dst), len(src))
+// copyOf copies a piece of a transfer of total bytes, and returns the piece's size, which is the lesser one, and how many of the bytes
+// have passed the caches.
+func copyOf(total uint64, dst, src []byte) (n, past int) {
+	n = min(len(dst), len(src))
 	if total < streamFrom || n < streamLeast {
-		return copy(dst, src)
+		return copy(dst, src), 0
 	}
-	stream(unsafe.Pointer(&dst[0]), unsafe.Pointer(&src[0]), uintptr(n))
-	return n
+	stream(unsafe.Pointer(&dst[0]), unsafe.Pointer(&src[0]), uintptr(fault.Pick("local-stream-batch", n, n-1)))
+	return n, fault.Pick("local-stream-uncounted", n*streams, 0)
 }

@@ -7,3 +7,5 @@ import "unsafe"
 //
 //go:noescape
 func stream(dst, src unsafe.Pointer, n uintptr)
+
+const streams = 1 // 0: the stores of stream go through the caches

@@ -7,3 +7,5 @@ import "unsafe"
 func stream(dst, src unsafe.Pointer, n uintptr) {
 	copy(unsafe.Slice((*byte)(dst), n), unsafe.Slice((*byte)(src), n))
 }
+
+const streams = 0

@@ -27,10 +27,10 @@ func TestStream(t *testing.T) {
 			dst[i], want[i] = 0xa5, 0xa5
 		}
 		copy(want[to:to+n], src[from:])
-		if got := copyOf(streamFrom, dst[to:to+n], src[from:]); got != n || !bytes.Equal(dst, want) {
+		if got, _ := copyOf(streamFrom, dst[to:to+n], src[from:]); got != n || !bytes.Equal(dst, want) {
 			t.Fatalf("%d bytes from %d to %d: %d are said to be copied, all right: %v", n, from, to, got, bytes.Equal(dst, want))
 		}
-		if got := copyOf(streamFrom, dst[to:], src[from:from+n]); got != min(n, room-to) {
+		if got, _ := copyOf(streamFrom, dst[to:], src[from:from+n]); got != min(n, room-to) {
 			t.Fatalf("%d bytes into more room: %d", n, got)
 		}
 	}

@@ -144,7 +144,8 @@ func (v *views) copy(c *copier, b *batch) (done uint64, err error) {
 				if src == nil {
 					return done, &unreadable{r.base + from.off, b.position + done}
 				}
-				n := copyOf(b.into.total, unsafe.Slice(*(**byte)(unsafe.Pointer(&to.base)), to.len), src[:min(uint64(len(src)), r.len-from.off)])
+				n, past := copyOf(b.into.total, unsafe.Slice(*(**byte)(unsafe.Pointer(&to.base)), to.len), src[:min(uint64(len(src)), r.len-from.off)])
+				b.past += uint64(past)
 				done, to = done+uint64(n), iovec{to.base + uintptr(n), to.len - uintptr(n)}
 				from.advance(uint64(n))
 			}

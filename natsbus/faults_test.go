@@ -59,6 +59,9 @@ var defects = []faulttest.Defect{
 	{"bus-store-link", "TestForgedTempFolder"},
 	{"bus-store-open", "TestForgedTempFolder"},
 	{"bus-store-anybodys", "TestForgedTempFolder"},
+	{"bus-keeps-store", "TestKilledLeavesNothing"},
+	{"bus-sweeps-once", "TestKilledLeavesNothing"},
+	{"bus-lock-first", "TestLockGoesLast"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.

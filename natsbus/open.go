@@ -15,6 +15,14 @@ const inProcess = "nats://in-process:4222"
 
 // Open connects to this agent's own server or to the cluster, if there is one.
 func Open(opt Options) (*Bus, error) {
+	b, err := open(opt)
+	if err == nil {
+		b.spawn("natsbus.sweep", b.sweep)
+	}
+	return b, err
+}
+
+func open(opt Options) (*Bus, error) {
 	if err := opt.complete(); err != nil {
 		return nil, fmt.Errorf("natsbus: %w", err)
 	}

@@ -66,7 +66,7 @@ type Options struct {
 	ConnectTimeout time.Duration
 	Logger         *zap.Logger
 
-	linkIdle, linkPing time.Duration // tests only
+	linkIdle, linkPing, sweep time.Duration // tests only
 }
 
 // CheckCluster checks the URLs of a cluster, separated by commas, and returns a
@@ -99,6 +99,9 @@ func CheckJSPrefix(prefix string) error {
 	return nil
 }
 
+// defaultSweep is from the first look for folders of killed agents to the second.
+const defaultSweep = time.Minute
+
 // complete checks the options and sets the defaults.
 func (o *Options) complete() error {
 	if o.Identity == nil {
@@ -130,6 +133,6 @@ func (o *Options) complete() error {
 	if o.linkIdle == 0 {
 		o.linkIdle = defaultIdle
 	}
-	o.linkPing = cmp.Or(o.linkPing, defaultPing)
+	o.linkPing, o.sweep = cmp.Or(o.linkPing, defaultPing), cmp.Or(o.sweep, defaultSweep)
 	return nil
 }

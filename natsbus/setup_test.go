@@ -326,4 +326,7 @@ func (p *proxy) copy(dst, src net.Conn) {
 	}
 }
 
-func TestMain(m *testing.M) { os.Exit(nettest.Main(m)) }
+func TestMain(m *testing.M) {
+	serveUntilKilled()
+	os.Exit(nettest.Main(m))
+}

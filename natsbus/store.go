@@ -1,13 +1,13 @@
 package natsbus
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -23,16 +23,15 @@ const (
 	storeJoin   = "join" // the file with the secret of local ranks, see localSecret
 )
 
-// store is the folder for the embedded server's few files.
+// store is the folder that the embedded server must have, though it keeps all in memory, and that has the secret of local ranks.
 type store struct {
 	dir  string
-	lock *os.File // locked for as long as the process lives
+	lock *os.File // locked for as long as the process lives; nil: the folder is removed
 }
 
-// newStore makes a folder for the server of an agent, and removes the folders of processes
-// that were killed. It has its name when it is locked: else another process might take it for a killed one's.
+// newStore makes a folder for the server of an agent. It has its name when it is locked: else another process might take it for a
+// killed one's.
 func newStore(owner core.AgentID) (*store, error) {
-	sweepStores(hostenv.TempDir())
 	dir := filepath.Join(hostenv.TempDir(), storePrefix+string(owner))
 	unnamed := dir + storeNew
 	if err := os.Mkdir(unnamed, 0o700); err != nil {
@@ -58,10 +57,29 @@ func (s *store) secret() (string, error) {
 	return secret, nil
 }
 
+// remove may be called again.
 func (s *store) remove() error {
-	err := os.RemoveAll(s.dir)
+	if s.lock == nil {
+		return nil
+	}
+	err := removeStore(s.dir)
 	s.lock.Close()
+	s.lock = nil
 	return err
+}
+
+// removeStore removes a folder whose lock this process has. The lock goes last: a folder without one is nobody's to remove.
+func removeStore(dir string) error {
+	all, err := os.ReadDir(dir)
+	for _, e := range all {
+		if e.Name() != storeLock || fault.On("bus-lock-first") {
+			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
+		}
+	}
+	if err != nil {
+		return err
+	}
+	return os.RemoveAll(dir)
 }
 
 func lockStore(dir string, flag int) (*os.File, error) {
@@ -95,30 +113,6 @@ func openPlain(path string, flag int) (*os.File, error) {
 		return nil, err
 	}
 	return f, nil
-}
-
-// newFor is how long a folder may lack its name before it counts as a killed process's.
-const newFor = time.Hour
-
-// sweepStores removes the folders whose lock no process holds. A folder without a lock
-// file stays: it is not ours.
-func sweepStores(tmp string) {
-	dirs, _ := filepath.Glob(filepath.Join(tmp, storePrefix+"*"))
-	for _, dir := range dirs {
-		if !isOurs(dir) {
-			continue
-		}
-		if strings.HasSuffix(dir, storeNew) {
-			if st, err := os.Lstat(dir); err == nil && time.Since(st.ModTime()) > newFor {
-				_ = os.RemoveAll(dir)
-			}
-			continue // else another process is making it
-		}
-		if lock, err := lockStore(dir, 0); err == nil {
-			_ = os.RemoveAll(dir)
-			lock.Close()
-		}
-	}
 }
 
 // localSecret reads the secret that a server on this host keeps for the ranks of its

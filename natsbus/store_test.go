@@ -41,6 +41,9 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	if err := os.Chtimes(begun, long, long); err != nil {
 		t.Fatal(err)
 	}
+	if n := sweepStores(t.Context(), tmp); n != 2 {
+		t.Errorf("%d folders are removed, want 2", n)
+	}
 	next, err := newStore("NEXT")
 	if err != nil {
 		t.Fatal(err)
@@ -70,7 +73,7 @@ func TestStoreInTheMaking(t *testing.T) {
 			case <-done:
 				return
 			default:
-				sweepStores(tmp)
+				sweepStores(t.Context(), tmp)
 			}
 		}
 	}()

@@ -58,16 +58,16 @@ func TestForgedTempFolder(t *testing.T) {
 	}
 	elsewhere := folder(filepath.Join(tmp, "elsewhere"))
 	plants := map[core.AgentID]func(dir string){
-		"LINK":      func(dir string) { link(elsewhere, dir) },
-		"PIPE":      pipe,
-		"FILE":      put,
-		"OPEN":      func(dir string) { must(os.Chmod(folder(dir), 0o777)) },
-		"LINKED":    func(dir string) { link(filepath.Join(elsewhere, storeLock), filepath.Join(folder(dir), storeLock)) },
-		"PIPED":     func(dir string) { pipe(filepath.Join(folder(dir), storeLock)) },
-		"ANYBODY'S": func(dir string) { must(os.Chown(folder(dir), 65534, 65534)) },
+		"LINK":     func(dir string) { link(elsewhere, dir) },
+		"PIPE":     pipe,
+		"FILE":     put,
+		"OPEN":     func(dir string) { must(os.Chmod(folder(dir), 0o777)) },
+		"LINKED":   func(dir string) { link(filepath.Join(elsewhere, storeLock), filepath.Join(folder(dir), storeLock)) },
+		"PIPED":    func(dir string) { pipe(filepath.Join(folder(dir), storeLock)) },
+		"ANYBODYS": func(dir string) { must(os.Chown(folder(dir), 65534, 65534)) },
 	}
 	if os.Geteuid() != 0 {
-		delete(plants, "ANYBODY'S") // only root can make a folder of another user
+		delete(plants, "ANYBODYS") // only root can make a folder of another user
 	}
 	for id, plant := range plants {
 		plant(filepath.Join(tmp, storePrefix+string(id)))
@@ -86,7 +86,7 @@ func TestForgedTempFolder(t *testing.T) {
 		t.Cleanup(func() { lock.Close() })
 		plant(filepath.Join(dir, storeJoin))
 	}
-	sweepStores(tmp)
+	sweepStores(t.Context(), tmp)
 	for id := range plants {
 		if _, err := os.Lstat(filepath.Join(tmp, storePrefix+string(id))); err != nil {
 			t.Errorf("%s is removed: %v", id, err)
@@ -115,7 +115,7 @@ func TestForgedTempFolder(t *testing.T) {
 		}
 	}()
 	defer func() { close(asked); <-read }()
-	for _, id := range []core.AgentID{"LINK", "PIPE", "FILE", "OPEN", "ANYBODY'S", "LEADS", "PIPES", "NOTHING", "NOWHERE"} {
+	for _, id := range []core.AgentID{"LINK", "PIPE", "FILE", "OPEN", "ANYBODYS", "LEADS", "PIPES", "NOTHING", "NOWHERE"} {
 		if secret := localSecret(tmp, id); secret != "" {
 			t.Errorf("%s gives the secret %q", id, secret)
 		}

@@ -28,6 +28,7 @@ func TestFallbacksOnThePage(t *testing.T) {
 			`kvconn_transport_counters{counter="bytes_by_process_vm_readv",` + rank + fmt.Sprintf(`tp_rank="0",transport="local"} %d`, local*one),
 			`kvconn_transport_counters{counter="bytes_by_mapping",` + rank + `tp_rank="0",transport="local"} 0`,
 			`kvconn_transport_counters{counter="bytes_by_device",` + rank + `tp_rank="0",transport="local"} 0`,
+			`kvconn_transport_counters{counter="bytes_past_caches",` + rank + `tp_rank="0",transport="local"} 0`,
 			`kvconn_transport_counters{counter="peers_memory_mapped_bytes",` + rank + `tp_rank="0",transport="local"} 0`,
 			`kvconn_transport_counters{counter="own_memory_shared_bytes",` + rank + `tp_rank="0",transport="local"} 0`,
 			`kvconn_loads_total{` + rank + fmt.Sprintf(`result="ok",tp_rank="0"} %d`, local+tcp),

@@ -80,7 +80,7 @@ func TestHow(t *testing.T) {
 				return
 			}
 			bytes := d.Stats().Transports[viaLocal].BytesIn
-			want := map[string]uint64{"bytes_by_mapping": 0, "bytes_by_process_vm_readv": 0, "bytes_by_device": 0, "peers_memory_mapped_bytes": 0, "own_memory_shared_bytes": cacheBytes}
+			want := map[string]uint64{"bytes_by_mapping": 0, "bytes_by_process_vm_readv": 0, "bytes_by_device": 0, "bytes_past_caches": 0, "peers_memory_mapped_bytes": 0, "own_memory_shared_bytes": cacheBytes}
 			want["bytes_by_"+c.how] = bytes
 			if c.shared {
 				want["peers_memory_mapped_bytes"] = cacheBytes
