@@ -114,6 +114,7 @@ def main() -> None:
     if program := os.environ.get("KVCONN_E2E_LLMD"):
         argv = [program, "--port", str(args.port), "--model-server-port", args.decode.rpartition(":")[2], "--secure-proxy=false"]
         argv += ["--kv-connector", args.kv_connector, "--mooncake-bootstrap-port", str(args.bootstrap_port)]
+        os.environ["SGLANG_BOOTSTRAP_PORT"] = str(args.bootstrap_port)  # by sglang's protocol it reads no option
         os.execv(program, argv)
     serve(args.port, Sidecar(args.kv_connector, args.decode, args.bootstrap_port).complete, args.decode)
 
