@@ -1,8 +1,11 @@
-"""What llm-d's sidecar asks of prefill and decode servers, replayed.
+"""What llm-d's sidecar asks of prefill and decode servers, replayed; or the sidecar itself.
 
-It comes as a container image and as Go source, neither of which these checks can download.
+It comes as a container image and as Go source, neither of which these checks can download. If KVCONN_E2E_LLMD names its program,
+that runs in the place of the replay, with the same tests (it listens at all addresses of the host):
 
     python e2e/llmd_sidecar.py --port PORT --decode URL --kv-connector nixlv2|mooncake|sglang [--bootstrap-port PORT]
+    KVCONN_E2E_LLMD=/path/of/pd-sidecar pytest e2e/test_kinds.py -k llmd
+    KVCONN_E2E_LLMD=/path/of/pd-sidecar pytest e2e/test_sglang_pages.py -k llmd
 
 Read in llm-d/llm-d-router v0.10.0 (commit 71f4f0999f95), pkg/sidecar/proxy. No line of it is copied:
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import threading
 import time
@@ -107,6 +111,11 @@ def main() -> None:
     parser.add_argument("--kv-connector", required=True, choices=("nixlv2", "mooncake", "sglang"))
     parser.add_argument("--bootstrap-port", type=int, default=8998, help="of all prefill servers")
     args = parser.parse_args()
+    if program := os.environ.get("KVCONN_E2E_LLMD"):
+        argv = [program, "--port", str(args.port), "--model-server-port", args.decode.rpartition(":")[2], "--secure-proxy=false"]
+        argv += ["--kv-connector", args.kv_connector, "--mooncake-bootstrap-port", str(args.bootstrap_port)]
+        os.environ["SGLANG_BOOTSTRAP_PORT"] = str(args.bootstrap_port)  # by sglang's protocol it reads no option
+        os.execv(program, argv)
     serve(args.port, Sidecar(args.kv_connector, args.decode, args.bootstrap_port).complete, args.decode)
 
 

@@ -202,16 +202,23 @@ def test_router_follows(three: Three, alone: Alone) -> None:
 
 @pytest.mark.skipif(os.environ.get("KVCONN_E2E_LONG") != "1", reason="half a minute of both processors: docs/sglang.md has the command")
 def test_roles_change_while_the_router_gives_all_three_requests(three: Three, alone: Alone) -> None:
-    """Four clients ask without a pause. What the third server gets of its former role, the router gives another: no client hears of it."""
+    """Four clients ask without a pause. What the third server gets of its former role, the router gives another: no client hears of it.
+
+    A server that always has requests is never idle, and SGLang turns none that is not. So one client alone asks until it has turned.
+    """
     pair, third = three.pair, three.third
     asked = [prompt(150, f"load {n}") for n in range(6)]
     expected = [alone.ask(ids).ids for ids in asked]
     replies: list[tuple[int, Reply]] = []
-    over = threading.Event()
+    over, turned = threading.Event(), threading.Event()
+    turned.set()
     with router(three) as the_router:
 
         def client(number: int) -> None:
+            first = number == 0
             while not over.is_set():
+                if not first:
+                    turned.wait()
                 number = (number + 1) % len(asked)
                 replies.append((number, post(the_router.url, generate(asked[number], 12))))
 
@@ -228,10 +235,13 @@ def test_roles_change_while_the_router_gives_all_three_requests(three: Three, al
             try:
                 for role in ("prefill", "decode", "prefill", "decode", "prefill"):
                     if role != "prefill" or served("decode"):
+                        turned.clear()
                         turn(third, role)
+                        turned.set()
                     serves_more(role)
             finally:
                 over.set()
+                turned.set()
         for each in clients:
             each.result()
         wrong = [(n, reply) for n, reply in replies if not reply.ok or reply.ids != expected[n]]
