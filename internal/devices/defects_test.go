@@ -43,6 +43,7 @@ var defects = []struct{ name, room, test, says string }{
 	{"node-look-few", "../../node", "TestMemoryIsLookedAt", "the transport got [\"write"},
 	{"node-look-of-before", "../../node", "TestLookOfBefore", "the cards forget the memory of now"},
 	{"node-own-fault", "../../node", "TestOwnMemoryInTheWay", "the load fails with"},
+	{"gpu-slot-turns", "../../tcp/conformance", "TestOnePeerOfManyStreams", "while the honest peer waited"},
 	{"tcp-slot-kept", "../../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
 }
 
