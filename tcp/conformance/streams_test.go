@@ -29,10 +29,10 @@ const (
 	shareSlot   = 64 << 10
 	shareBlocks = 64
 	shareBlock  = 4 * shareSlot
-	slowWrites  = 128 // of all blocks each: more than the kernel holds for slowStreams, and than drips during the test
+	slowWrites  = 128 // of all blocks each: more than the kernel holds for slowStreams, and than drips in minutes
 	honest      = core.AgentID("honest")
 	slow        = core.AgentID("slow")
-	patience    = 30 * time.Second
+	patience    = 2 * time.Minute
 )
 
 // shares counts who has P's slots. While it is closed, the slow peer's are given back one by one, when the test says so.
@@ -191,7 +191,7 @@ func writes(t *testing.T, p, d *member, to core.AgentID, id core.TransferID, blo
 }
 
 // TestOnePeerOfManyStreams: a peer of 32 streams that takes no bytes, or few, has no more of the ring's slots than any other peer that
-// waits for one, and none while it makes P wait.
+// waits for one. One that takes none has none.
 func TestOnePeerOfManyStreams(t *testing.T) {
 	for name, trouble := range map[string]faultnet.Trouble{
 		"stopped":  {Hold: [2]bool{faultnet.Down: true}},
@@ -265,16 +265,13 @@ func onePeerOfManyStreams(t *testing.T, trouble faultnet.Trouble) {
 		t.Fatal(o.Err)
 	}
 
-	// While the slow peer takes nothing it has no slot at all. If it drips, some of its streams have one now and then.
+	// A peer that takes nothing has no slot once P has found that out.
 	s.open(true)
-	stopped, most := trouble.Hold[faultnet.Down], slowStreams/2
+	stopped := trouble.Hold[faultnet.Down]
 	if stopped {
-		most = 0
-	}
-	until(t, "the slow peer's streams have no slot, and wait for none", func() bool {
-		return s.of(func() int { return s.held[slow] + s.waits[slow] }) <= most
-	})
-	if stopped {
+		until(t, "the slow peer's streams have no slot, and wait for none", func() bool {
+			return s.of(func() int { return s.held[slow] + s.waits[slow] }) == 0
+		})
 		last, since := -1, time.Now()
 		until(t, "the slow peer is given no slot for a time", func() bool {
 			if n := s.of(func() int { return s.given[slow] }); n != last {
@@ -284,7 +281,7 @@ func onePeerOfManyStreams(t *testing.T, trouble faultnet.Trouble) {
 		})
 	}
 	before := [2]int{s.of(func() int { return s.given[slow] }), s.of(func() int { return s.given[honest] })}
-	for i := 0; i < 4 || !stopped && !over() && s.of(func() int { return s.given[slow] })-before[0] < slowStreams; i++ {
+	for i := range 4 {
 		id := core.TransferID(fmt.Sprint("later", i))
 		writes(t, p, hd, honest, id, all)
 		if o := hd.sink.Wait("received", id, 1); o.Err != nil {
