@@ -221,12 +221,15 @@ class SGLangPair(Engines):
 
     def up(self, prefill: str, decode: str, *others: Server) -> None:
         """Has servers with these arguments up. A server that is up with them already stays."""
+        replaced = []
         for server, args in ((self.prefill, prefill), (self.decode, decode)):
             was = server.argv
             self.become(server, *args.split())
             if not server.alive() or server.argv != was:
-                server.stop()
-                server.start()
+                replaced.append(server)
+        stop_all(replaced)
+        for server in replaced:
+            server.start()
         wait_ready([*others, *self.servers], progress=progress)
 
     def body(self, ids: list[int], max_tokens: int = 12, room: Any = None, **more: Any) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def engines(sglang_workdir: Path) -> Iterator[tuple[SGLangPair, Alone]]:
     assert not left, f"left behind: {left}"
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(ATTENTION, ATTENTION), (ATTENTION, ONE), (ONE, ATTENTION), (TWO, ATTENTION)])
+# From one case to the next one of the two servers stays.
+@pytest.mark.parametrize(("prefill", "decode"), [(ONE, ATTENTION), (TWO, ATTENTION), (ATTENTION, ATTENTION), (ATTENTION, ONE)])
 def test_attention_ranks(engines: tuple[SGLangPair, Alone], prefill: str, decode: str) -> None:
     pair, alone = engines
     pair.up(prefill, decode, *alone.servers)

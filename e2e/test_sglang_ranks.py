@@ -45,22 +45,25 @@ def up(pair: SGLangPair, alone: Alone) -> Up:
 
 
 def texts(pair: SGLangPair, alone: Alone, what: str) -> None:
-    for tokens in (1, 17, CHUNK + 1, 1900):
-        same(pair, alone, prompt(tokens, what))
-    prompts = [prompt(tokens, f"eight {what}") for tokens in (3, 16, 40, 100, 280, 300, 530, 700)]
-    expected = [alone.ask(ids) for ids in prompts]
-    answers = pair.ask_many(prompts)
+    """All at once: of one request at a time the servers' steps cost minutes in all."""
+    lengths = (3, 16, 40, 100, 280, 300, 530, 700, 1, 17, CHUNK + 1, 1900)
+    prompts = [prompt(tokens, what) for tokens in lengths]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = pool.map(alone.ask, prompts)
+        answers = pair.ask_many(prompts)
     assert [answer.error for answer in answers] == [""] * len(prompts)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
+    assert all(len(answer.ids) == 12 for answer in answers)
 
 
 def aborts(pair: SGLangPair, alone: Alone, what: str) -> None:
     """Clients that go away at any moment. A server that has lost a page ends by itself when it is idle."""
-    whole = max(pair.ask(prompt(900, f"whole {what}"), 1).total_s, 0.05)
+    length = 2 * CHUNK + 100  # three chunks
+    whole = max(pair.ask(prompt(length, f"whole {what}"), 1).total_s, 0.05)
     for n in range(6):
         after = (n + 1) / 7 * whole
         times = (None if n % 3 == 0 else after, None if n % 3 == 1 else after)
-        for reply, hang_up in zip(pair.ask_both(pair.body(prompt(900, f"goes {n} {what}"), 1), hang_up_s=times), times):
+        for reply, hang_up in zip(pair.ask_both(pair.body(prompt(length, f"goes {n} {what}"), 1), hang_up_s=times), times):
             assert reply.ok or hang_up is not None or "room" in reply.error, reply
     same(pair, alone, prompt(300, f"after aborts {what}"))
     pair.check()

@@ -17,7 +17,8 @@ from sglang_servers import Alone, SGLangPair
 from test_sglang_ranks import ONE, STAGES, Up, aborts, pair, texts, up  # noqa: F401  # fixtures
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(STAGES, STAGES), (ONE, STAGES), (STAGES, ONE)])
+# From one case to the next one of the two servers stays.
+@pytest.mark.parametrize(("prefill", "decode"), [(ONE, STAGES), (STAGES, STAGES), (STAGES, ONE)])
 def test_stages(pair: SGLangPair, alone: Alone, up: Up, prefill: str, decode: str) -> None:  # noqa: F811
     up(prefill, decode)
     texts(pair, alone, f"{prefill} to {decode}")

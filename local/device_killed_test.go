@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"testing"
 	"time"
@@ -89,7 +90,7 @@ func (s endsSink) PeerDown(peer core.AgentID, err error) {
 
 // TestDeviceMemoryOfTheDead: a prefill engine's process is killed whose device memory D has open: by an IPC handle, or by handles that were exported. D closes all
 // of it and is asked for nothing meanwhile: at once where nothing moves, else as soon as its device has ended the copy, and not before. D's engine hears of the loss after that.
-// The next prefill engine's memory is opened and read.
+// The next prefill engine's memory is opened and read. All bytes come by the device.
 func TestDeviceMemoryOfTheDead(t *testing.T) {
 	for kind, pieces := range map[string]uint64{"allocated": 1, "mapped": 2} {
 		for _, while := range []string{"idle", "copying"} {
@@ -128,9 +129,14 @@ func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying boo
 	loads := func(p *child, id core.TransferID) {
 		t.Helper()
 		d.Fill(d.at, deviceBytes, 1)
+		came := d.tr.Counters()
 		begin(p, id)
 		if o := d.sink.Wait("received", id, 1); o.Err != nil || d.Wrong(d.at, deviceBytes, doomedPattern) > 0 {
 			t.Errorf("%q: %v, %d bytes are wrong", id, o.Err, d.Wrong(d.at, deviceBytes, doomedPattern))
+		}
+		came["bytes_by_device"] += deviceBytes
+		if how, now := d.tr.How("p"), d.tr.Counters(); how != "device" || !maps.Equal(now, came) {
+			t.Errorf("%q came by %q, and counts are %v, want the device and %v", id, how, now, came)
 		}
 	}
 

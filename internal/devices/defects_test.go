@@ -43,6 +43,11 @@ var defects = []struct{ name, room, test, says string }{
 	{"node-check-few", "../../node", "TestMemoryIsChecked", "the transport got [\"write"},
 	{"node-check-of-earlier-memory", "../../node", "TestCheckOfEarlierMemory", "the cards forget the memory of now"},
 	{"node-own-fault", "../../node", "TestOwnMemoryPreventsLoad", "the load fails with"},
+	{"tcp-send-early", "../../tcp/conformance", "TestDeviceThatHalts", "bytes were sent before they were copied"},
+	{"tcp-report-early", "../../tcp/conformance", "TestDeviceThatHalts", "was reported before its bytes were copied"},
+	{"tcp-revoke-at-once", "../../tcp/conformance", "TestDeviceThatHalts", "Revoke returned while bytes are copied"},
+	{"tcp-stop-at-once", "../../tcp/conformance", "TestDeviceThatHalts", "the end was told while the blocks are copied from"},
+	{"gpu-slot-turns", "../../tcp/conformance", "TestOnePeerOfManyStreams", "while the honest peer waited"},
 	{"tcp-slot-kept", "../../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
 }
 

@@ -53,6 +53,8 @@ type Device struct {
 	// Holds says which regions lie in device memory; the others lie in host memory. If it
 	// is nil, all regions lie in device memory.
 	Holds func(region int) bool
+	// Halt is for HaltedSuite.
+	Halt *Halt
 }
 
 // place gives regions their bases in the memory that they lie in. Before, the bases count

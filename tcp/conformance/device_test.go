@@ -106,3 +106,21 @@ func TestDeviceMemory(t *testing.T) {
 		})
 	}
 }
+
+// TestDeviceThatHalts holds tcp to its promises while the device on either side makes no copy. internal/devices runs it without each of
+// tcp's waits for copies.
+func TestDeviceThatHalts(t *testing.T) {
+	g := newGPU(t, 0)
+	halt := &coretest.Halt{On: g.Halt, Waiting: func() uint64 { return g.Count("stuck") }}
+	sends := func(id core.AgentID) bool { return !strings.HasPrefix(string(id), "receiver") }
+	for name, on := range map[string]func(core.AgentID) bool{
+		"device to host": sends,
+		"host to device": func(id core.AgentID) bool { return !sends(id) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := fixture(openOnDevice(func(id core.AgentID, _ int) bool { return on(id) }, 0, tcp.EncryptMay))
+			f.Device, f.OnDevice = &coretest.Device{Expose: g.expose, Hide: g.hide, Halt: halt}, on
+			coretest.HaltedSuite(t, f)
+		})
+	}
+}
