@@ -193,7 +193,7 @@ func writes(t *testing.T, p, d *member, to core.AgentID, id core.TransferID, blo
 // TestOnePeerOfManyStreams: a peer of 32 streams that takes no bytes, or few, has no more of the ring's slots than any other peer that
 // waits for one. One that takes none has none.
 func TestOnePeerOfManyStreams(t *testing.T) {
-	for name, trouble := range map[string]faultnet.Trouble{
+	for name, trouble := range map[string]faultnet.Impairment{
 		"stopped":  {Hold: [2]bool{faultnet.Down: true}},
 		"dripping": {Rate: 256 << 10}, // of each stream: a slot's bytes take longer than P waits for them
 	} {
@@ -201,7 +201,7 @@ func TestOnePeerOfManyStreams(t *testing.T) {
 	}
 }
 
-func onePeerOfManyStreams(t *testing.T, trouble faultnet.Trouble) {
+func onePeerOfManyStreams(t *testing.T, trouble faultnet.Impairment) {
 	leaktest.Check(t)
 	gpu := newGPU(t, 0)
 	base := gpu.Alloc(shareBlocks * shareBlock)
