@@ -45,12 +45,13 @@ def up(pair: SGLangPair, alone: Alone) -> Up:
 
 
 def texts(pair: SGLangPair, alone: Alone, what: str) -> None:
-    """All at once: of one request at a time the servers' steps cost minutes in all."""
-    lengths = (3, 16, 40, 100, 280, 300, 530, 700, 1, 17, CHUNK + 1, 1900)
-    prompts = [prompt(tokens, what) for tokens in lengths]
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    """The shortest and the longest alone, the others at once: of one request at a time the servers' steps cost minutes in all."""
+    for tokens in (1, 1900):
+        same(pair, alone, prompt(tokens, what))
+    prompts = [prompt(tokens, f"many {what}") for tokens in (3, 16, 17, 40, 100, CHUNK + 1, 280, 300, 530, 700)]
+    with ThreadPoolExecutor(1) as pool:  # the single server has them one by one, beside the pair
         expected = pool.map(alone.ask, prompts)
-        answers = pair.ask_many(prompts)
+        answers = pair.ask_many(prompts, at_once=len(prompts))
     assert [answer.error for answer in answers] == [""] * len(prompts)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     assert all(len(answer.ids) == 12 for answer in answers)

@@ -113,7 +113,7 @@ func (s *sender) greet(conn *net.UnixConn) (ol *outLink, err error) {
 	ol.broke = func(err error) { s.part(ol, ol.lost(err)) }
 	err = s.meet(ol, h)
 	if dead := ol.lives(); dead != nil {
-		err = dead
+		err = errors.Join(dead, err)
 	}
 	s.met(ol)
 	if err == nil {

@@ -190,7 +190,7 @@ func (src *source) connect() (*link, error) {
 		err = context.Cause(ctx)
 	}
 	if dead := l.lives(); dead != nil {
-		err = dead
+		err = errors.Join(dead, err)
 	}
 	if err != nil {
 		switch cause := context.Cause(ctx); {

@@ -3,13 +3,12 @@ package local
 import (
 	"encoding/hex"
 	"fmt"
-	"os"
 	"strings"
-	"sync"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/hostenv"
 )
 
 // place is where an agent listens, as its endpoint tells it.
@@ -32,21 +31,13 @@ func newName() string {
 
 // Host is the boot id of this host, which is another one after each start of it; "" if it is not known.
 func Host() string {
-	boot, _ := bootID()
+	boot, _ := hostenv.BootID()
 	return boot
 }
 
-var bootID = sync.OnceValues(func() (string, error) {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("the host's boot id is not known: %w", err)
-	}
-	return strings.TrimSpace(string(b)), nil
-})
-
 // here is the place of this process, without a name.
 func here(k kernel) (p place, err error) {
-	if p.boot, err = bootID(); err != nil {
+	if p.boot, err = hostenv.BootID(); err != nil {
 		return p, err
 	}
 	p.uid = k.user()

@@ -61,7 +61,7 @@ var defects = []faulttest.Defect{
 	{"bus-store-anybodys", "TestForgedTempFolder"},
 	{"bus-keeps-store", "TestKilledLeavesNothing"},
 	{"bus-sweeps-once", "TestKilledLeavesNothing"},
-	{"bus-lock-first", "TestLockGoesLast"},
+	{"bus-sweeps-other-hosts", "TestStoresOfKilledProcessesAreRemoved"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.

@@ -155,7 +155,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if !auth.provesRanks() && !fault.On("bus-keeps-store") {
 		// The server needed the folder at its start alone, and anybody may join without the secret in it. So a SIGKILL leaves nothing.
 		if err := st.remove(); err != nil {
-			return nil, errors.Join(fmt.Errorf("embedded nats server: its folder: %w", err), s.Close())
+			opt.Logger.Warn("the embedded nats server's folder, which it needs no more, is not removed", zap.String("folder", st.dir), zap.Error(err))
 		}
 	}
 	return s, nil

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,7 +19,8 @@ import (
 
 const (
 	storePrefix = "kvconn-nats-"
-	storeNew    = ".new" // the end of its name until it is locked
+	storeNew    = ".new"  // the end of its name until it is locked
+	storeGone   = ".gone" // the end of its name while it is removed
 	storeLock   = "lock"
 	storeJoin   = "join" // the file with the secret of local ranks, see localSecret
 )
@@ -39,7 +41,10 @@ func newStore(owner core.AgentID) (*store, error) {
 	}
 	lock, err := lockStore(unnamed, os.O_CREATE)
 	if err == nil {
-		if err = os.Rename(unnamed, dir); err == nil {
+		if _, err = lock.WriteString(thisHost()); err == nil {
+			err = os.Rename(unnamed, dir)
+		}
+		if err == nil {
 			return &store{dir, lock}, nil
 		}
 		lock.Close()
@@ -59,27 +64,44 @@ func (s *store) secret() (string, error) {
 
 // remove may be called again.
 func (s *store) remove() error {
-	if s.lock == nil {
+	lock := s.lock
+	if lock == nil {
 		return nil
 	}
-	err := removeStore(s.dir)
-	s.lock.Close()
 	s.lock = nil
-	return err
+	return removeStore(s.dir, lock)
 }
 
-// removeStore removes a folder whose lock this process has. The lock goes last: a folder without one is nobody's to remove.
-func removeStore(dir string) error {
-	all, err := os.ReadDir(dir)
-	for _, e := range all {
-		if e.Name() != storeLock || fault.On("bus-lock-first") {
-			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
-		}
+// removeStore removes a folder whose lock this process has, and gives the lock up. A folder that is gone already is no error. The name goes
+// first: what somebody else puts in its place is not touched, and of whoever is killed meanwhile any agent removes the rest. The lock is
+// closed before its file is removed: some file systems, as NFS, keep a file in the folder for as long as it is open.
+func removeStore(dir string, lock *os.File) error {
+	gone := dir + storeGone
+	err := os.RemoveAll(gone)
+	if err == nil {
+		err = os.Rename(dir, gone)
 	}
-	if err != nil {
+	lock.Close()
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
 		return err
 	}
-	return os.RemoveAll(dir)
+	return os.RemoveAll(gone)
+}
+
+// thisHost is what a lock has of the host on which it was taken: where locks are not shared between hosts, or sandboxes, one that can be
+// taken says nothing of another host's process.
+func thisHost() string {
+	boot, _ := hostenv.BootID()
+	return boot
+}
+
+// ofThisHost says whether a lock was taken on this host, since its start.
+func ofThisHost(lock *os.File) bool {
+	host, err := io.ReadAll(io.LimitReader(lock, 256))
+	return err == nil && string(host) == thisHost() || fault.On("bus-sweeps-other-hosts")
 }
 
 func lockStore(dir string, flag int) (*os.File, error) {

@@ -41,14 +41,27 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	if err := os.Chtimes(begun, long, long); err != nil {
 		t.Fatal(err)
 	}
-	if n := sweepStores(t.Context(), tmp); n != 2 {
-		t.Errorf("%d folders are removed, want 2", n)
+	removing := filepath.Join(tmp, storePrefix+"REMOVING"+storeGone)
+	if err := os.MkdirAll(filepath.Join(removing, "of", "the", "server's"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	other, err := newStore("ELSEWHERE")
+	if err != nil {
+		t.Fatal(err)
+	}
+	other.lock.Close() // as it looks to this host where locks are not shared
+	if err := os.WriteFile(filepath.Join(other.dir, storeLock), []byte("another host's boot id"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if n := sweepStores(t.Context(), tmp); n != 3 {
+		t.Errorf("%d folders are removed, want 3", n)
 	}
 	next, err := newStore("NEXT")
 	if err != nil {
 		t.Fatal(err)
 	}
-	for dir, want := range map[string]bool{living.dir: true, killed.dir: false, unlocked: true, making: true, begun: false, next.dir: true} {
+	for dir, want := range map[string]bool{living.dir: true, killed.dir: false, unlocked: true, making: true, begun: false, removing: false,
+		other.dir: true, next.dir: true} {
 		if _, err := os.Stat(dir); (err == nil) != want {
 			t.Errorf("%s: there %v, want %v", dir, err == nil, want)
 		}

@@ -2,7 +2,6 @@ package natsbus
 
 import (
 	"context"
-	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -21,7 +20,7 @@ const newFor = time.Hour
 const (
 	sweepAtMost = time.Hour
 	sweepNames  = 256 // read at a time; between these Close ends it
-	sweepStored = 64  // folders that are tried in one round
+	sweepStored = 64  // folders of killed agents after which a round ends
 )
 
 // sweep runs until Close.
@@ -44,17 +43,13 @@ func sweepStores(ctx context.Context, tmp string) (removed int) {
 		return 0 // an agent that needs the folder says so
 	}
 	defer folder.Close()
-	for tried := 0; tried < sweepStored && ctx.Err() == nil; {
+	for removed < sweepStored && ctx.Err() == nil {
 		names, err := folder.Readdirnames(sweepNames)
 		for _, name := range names {
 			owner, named := strings.CutPrefix(name, storePrefix)
-			if !named || !legalID(strings.TrimSuffix(owner, storeNew)) {
-				continue
-			}
-			if gone, ours := sweepStore(filepath.Join(tmp, name)); gone {
-				removed, tried = removed+1, tried+1
-			} else if ours {
-				tried++
+			owner = strings.TrimSuffix(strings.TrimSuffix(owner, storeNew), storeGone)
+			if named && legalID(owner) && sweepStore(filepath.Join(tmp, name)) {
+				removed++
 			}
 		}
 		if err != nil {
@@ -65,18 +60,24 @@ func sweepStores(ctx context.Context, tmp string) (removed int) {
 }
 
 // sweepStore removes one of this user's, if it may.
-func sweepStore(dir string) (gone, own bool) {
+func sweepStore(dir string) bool {
 	if !isOurs(dir) {
-		return false, false
+		return false
 	}
-	if strings.HasSuffix(dir, storeNew) { // else another process is making it
+	switch filepath.Ext(dir) {
+	case storeNew: // else another process is making it
 		st, err := os.Lstat(dir)
-		return err == nil && time.Since(st.ModTime()) > newFor && os.RemoveAll(dir) == nil, true
+		return err == nil && time.Since(st.ModTime()) > newFor && os.RemoveAll(dir) == nil
+	case storeGone:
+		return os.RemoveAll(dir) == nil
 	}
 	lock, err := lockStore(dir, 0)
 	if err != nil {
-		return false, !errors.Is(err, os.ErrNotExist)
+		return false
 	}
-	defer lock.Close()
-	return removeStore(dir) == nil, true
+	if !ofThisHost(lock) {
+		lock.Close()
+		return false
+	}
+	return removeStore(dir, lock) == nil
 }

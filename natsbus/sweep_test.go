@@ -2,18 +2,14 @@ package natsbus
 
 import (
 	"bufio"
-	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"syscall"
 	"testing"
 	"time"
-	"unsafe"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
@@ -83,48 +79,39 @@ func TestKilledLeavesNothing(t *testing.T) {
 	}
 }
 
-// TestLockGoesLast: whoever is killed while it removes a folder leaves one that the next one removes.
-func TestLockGoesLast(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
-	s, err := newStore("KILLED")
-	if err != nil {
+// TestRemovedInItsPlace: who removes its folder removes what it has made. What another user has put in the folder's place, as where the temporary
+// folder is a group's, stays; and a folder that a cleaner has removed is no error.
+func TestRemovedInItsPlace(t *testing.T) {
+	tmp, others := t.TempDir(), t.TempDir()
+	t.Setenv("TMPDIR", tmp)
+	if err := os.WriteFile(filepath.Join(others, "kept"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.secret(); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.MkdirAll(filepath.Join(s.dir, "zeroth", "of", "the", "server's"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer unix.Close(fd)
-	if _, err := unix.InotifyAddWatch(fd, s.dir, unix.IN_DELETE); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.remove(); err != nil {
-		t.Fatal(err)
-	}
-	b := make([]byte, 4096)
-	n, err := unix.Read(fd, b)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var gone []string
-	for b = b[:n]; len(b) >= unix.SizeofInotifyEvent; {
-		e := (*unix.InotifyEvent)(unsafe.Pointer(&b[0]))
-		name := b[unix.SizeofInotifyEvent:][:e.Len]
-		if e.Mask&unix.IN_DELETE != 0 {
-			gone = append(gone, string(bytes.TrimRight(name, "\x00")))
-		}
-		b = b[unix.SizeofInotifyEvent+int(e.Len):]
-	}
-	if want := []string{storeJoin, "zeroth", storeLock}; !slices.Equal(gone, want) {
-		t.Errorf("it removes %q, want %q", gone, want)
-	}
-	if _, err := os.Stat(s.dir); !os.IsNotExist(err) {
-		t.Errorf("the folder is left: %v", err)
+	for name, put := range map[string]func(dir string) error{
+		"nothing":       os.RemoveAll,
+		"a link":        func(dir string) error { return errors.Join(os.RemoveAll(dir), os.Symlink(others, dir)) },
+		"what was made": func(dir string) error { return os.MkdirAll(filepath.Join(dir, "of", "the", "server's"), 0o700) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, err := newStore("OWN")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := s.secret(); err != nil {
+				t.Fatal(err)
+			}
+			if err := put(s.dir); err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(s.remove(), s.remove()); err != nil {
+				t.Error(err)
+			}
+			if all, err := os.ReadDir(tmp); err != nil || len(all) > 0 {
+				t.Errorf("it leaves %v, %v", all, err)
+			}
+			if _, err := os.Stat(filepath.Join(others, "kept")); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 }

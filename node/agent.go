@@ -212,7 +212,7 @@ func (a *Agent) RegisterKVCaches(regions []kv.Region) error {
 	if a.cfg.prefills() {
 		if err := a.publish(); err != nil {
 			_ = a.machine.setState(stateRegistering, stateOpen, func() { // unless Close does it
-				a.machine.machine = nil
+				a.machine.inner = nil
 				a.caches.Store(nil)
 			})
 			t.drop()
@@ -273,7 +273,7 @@ func (a *Agent) use(layout *kv.Layout, t *transports) error {
 		partial: func(bytes uint64) { a.completions.count(func(t *Totals) { t.BytesPartial += bytes }) }}
 	return a.machine.setState(stateRegistering, stateRegistering, func() {
 		a.caches.Store(c)
-		a.machine.machine = machine.New(layout, a.cfg.machineOptions())
+		a.machine.inner = machine.New(layout, a.cfg.machineOptions())
 	})
 }
 

@@ -76,7 +76,7 @@ func TestClaimOfAKilledPrefill(t *testing.T) {
 func (s *side) sizes() core.Sizes {
 	s.machine.mu.Lock()
 	defer s.machine.mu.Unlock()
-	return s.machine.machine.Sizes()
+	return s.machine.inner.Sizes()
 }
 
 // TestDecodeKilled: P's blocks come back at once, not with the lease.

@@ -98,7 +98,7 @@ func (s *Stats) add(h *lockedMachine, e *completions, registered func() *transpo
 	defer h.mu.Unlock()
 	s.Totals = e.read()
 	s.Outstanding, s.Unread = h.outstanding, h.reports.Unread()
-	m := h.machine
+	m := h.inner
 	if m == nil {
 		return
 	}

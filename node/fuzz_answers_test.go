@@ -248,7 +248,7 @@ func answerMessages(t *testing.T, arrives bool, answers [2][3][]byte) answered {
 		out.reports[r.ID] = append(out.reports[r.ID], r)
 	}
 	if !a.machine.idle() || len(l.armed) > 0 {
-		t.Errorf("after %v something is held: %+v, armed %v", steps*core.TickInterval, a.machine.machine.Sizes(), l.armed)
+		t.Errorf("after %v something is held: %+v, armed %v", steps*core.TickInterval, a.machine.inner.Sizes(), l.armed)
 	}
 	for _, id := range []core.TransferID{"load", "claim"} {
 		loads := 0

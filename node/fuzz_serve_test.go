@@ -290,7 +290,7 @@ func checkServed(t *testing.T, a *Agent, tr *fakeTransport, req *wire.Request) (
 	if (a.peers.get(from) != nil) != tr.admitted[from] {
 		t.Errorf("%q is known %v, admitted %v", from, a.peers.get(from) != nil, tr.admitted[from])
 	}
-	if s := a.machine.machine.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
+	if s := a.machine.inner.Sizes(); s.Offers > 16 || s.Early > 8 || s.Ended > 8 {
 		t.Errorf("over the limits: %+v", s)
 	}
 	memory, _ := a.machine.take(&a.machine.memory)

@@ -38,7 +38,7 @@ type host interface {
 	TTL() time.Duration
 }
 
-// guestRank is a place in GET /query: one agent has it.
+// rankPlace is a place in GET /query: one agent has it.
 type rankPlace struct{ dp, tp, pp int }
 
 type joinedRank struct {

@@ -35,7 +35,7 @@ type lockedMachine struct {
 
 	mu          sync.Mutex
 	state       agentState
-	machine     *machine.Machine
+	inner       *machine.Machine
 	outstanding int         // accepted offers and loads without a report
 	memory      actionQueue // actions of core.OfMemory
 	control     actionQueue // the others; it is woken while the machine is busy, too
@@ -128,7 +128,7 @@ func (m *lockedMachine) close() bool {
 		return false
 	}
 	m.state = stateClosing
-	if m.machine != nil {
+	if m.inner != nil {
 		m.step(m.clock.Now(), core.Close{})
 	}
 	return true
@@ -192,7 +192,7 @@ func (m *lockedMachine) OfferPartial(parts []core.PartialOffer) (int, error) {
 // fits says why n more reports may not fit; the lock is held. The machine counts
 // the claims that may be reported, since most end without a report.
 func (m *lockedMachine) fits(n int) error {
-	busy, unread := m.outstanding+m.machine.Untold(), m.reports.Unread()
+	busy, unread := m.outstanding+m.inner.Untold(), m.reports.Unread()
 	if busy+unread+n > m.reports.Capacity() {
 		return fmt.Errorf("%w: %d transfers are under way and %d finished ones are not collected, so %d more do not fit (max_transfers)", core.ErrOverload, busy, unread, n)
 	}
@@ -204,7 +204,7 @@ func (m *lockedMachine) fits(n int) error {
 func (m *lockedMachine) tell(e core.Event) (answer core.Action) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.machine == nil {
+	if m.inner == nil {
 		return nil
 	}
 	return m.step(m.clock.Now(), e)
@@ -232,7 +232,7 @@ func (m *lockedMachine) renewReplied(v core.SendRenew, answers []core.Answer, ab
 // step tells the machine of one event and moves its actions on; the lock is held. The answer is the
 // caller's. Reports go to the engine at once, the rest to the goroutines that perform them, in order.
 func (m *lockedMachine) step(now time.Time, e core.Event) core.Action {
-	answer, rest := core.Split(m.machine.Step(now, e))
+	answer, rest := core.Split(m.inner.Step(now, e))
 	for _, act := range rest {
 		if r, ok := act.(core.Report); ok {
 			m.report(r)
@@ -248,7 +248,7 @@ func (m *lockedMachine) step(now time.Time, e core.Event) core.Action {
 	if len(m.memory.list) > 0 {
 		m.memory.signal()
 	}
-	if len(m.control.list) > 0 || m.machine.Busy() {
+	if len(m.control.list) > 0 || m.inner.Busy() {
 		m.control.signal()
 	}
 	return answer
@@ -273,7 +273,7 @@ func (m *lockedMachine) take(q *actionQueue) (list []core.Action, busy bool) {
 	defer m.mu.Unlock()
 	list, q.list, q.performing = q.list, nil, true
 	clear(q.writes)
-	return list, m.machine != nil && m.machine.Busy()
+	return list, m.inner != nil && m.inner.Busy()
 }
 
 func (m *lockedMachine) performed(q *actionQueue) {
@@ -286,7 +286,7 @@ func (m *lockedMachine) performed(q *actionQueue) {
 func (m *lockedMachine) idle() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.machine == nil || !m.machine.Busy() && m.control.idle() && m.memory.idle()
+	return m.inner == nil || !m.inner.Busy() && m.control.idle() && m.memory.idle()
 }
 
 // waitForReads returns a wait until the blocks of ids are not read; nil if none is read
@@ -294,10 +294,10 @@ func (m *lockedMachine) idle() bool {
 func (m *lockedMachine) waitForReads(ids []core.TransferID) *readWait {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.machine == nil {
+	if m.inner == nil {
 		return nil
 	}
-	read := slices.DeleteFunc(slices.Clone(ids), func(id core.TransferID) bool { return !m.machine.Reading(id) })
+	read := slices.DeleteFunc(slices.Clone(ids), func(id core.TransferID) bool { return !m.inner.Reading(id) })
 	if len(read) == 0 {
 		return nil
 	}
@@ -320,7 +320,7 @@ func (m *lockedMachine) abandonRead(w *readWait) (id core.TransferID, read bool)
 // checkReads wakes the calls whose blocks are read no more; the lock is held.
 func (m *lockedMachine) checkReads() {
 	m.reads = slices.DeleteFunc(m.reads, func(w *readWait) bool {
-		w.ids = slices.DeleteFunc(w.ids, func(id core.TransferID) bool { return !m.machine.Reading(id) })
+		w.ids = slices.DeleteFunc(w.ids, func(id core.TransferID) bool { return !m.inner.Reading(id) })
 		if len(w.ids) == 0 {
 			close(w.done)
 		}

@@ -82,7 +82,7 @@ func TestMessagesOfManyTransfers(t *testing.T) {
 			t.Fatalf("a hello that fits is refused: %+v", rep)
 		}
 		taken := &partsTaken{clock: &countedClock{Clock: a.machine.clock}, holds: map[int]int{}, seen: map[core.TransferID]int{}}
-		a.machine.clock, a.machine.machine = taken.clock, machine.New(a.machine.machine.Layout(), core.Options{OnStep: taken.step})
+		a.machine.clock, a.machine.inner = taken.clock, machine.New(a.machine.inner.Layout(), core.Options{OnStep: taken.step})
 		req.From = c.from
 		rep := a.server.serve("via", req)
 		if req.Kind == wire.KindRenew && len(rep.Statuses) != 2048 {

@@ -363,7 +363,7 @@ func (t *peerTable) dealt(found []core.FoundPart, sums [][sha256.Size]byte) {
 	}
 }
 
-// heldBy is the digest of the regions that a rank had when this agent's were dealt out; ok is
+// dealtTo is the digest of the regions that a rank had when this agent's were dealt out; ok is
 // false if they were not.
 func (t *peerTable) dealtTo(target core.Target) (sum [sha256.Size]byte, ok bool) {
 	t.mu.Lock()

@@ -55,7 +55,7 @@ func (t *transports) renew(m *lockedMachine) error {
 		if t.devices.Epoch() != epoch { // another thread's call has renewed it, and may have begun in the new memory
 			return nil
 		}
-		if err := inUse(m.machine, changed); err != nil {
+		if err := inUse(m.inner, changed); err != nil {
 			return err
 		}
 		if err != nil || !renewal.Take() {
@@ -81,7 +81,7 @@ func (t *transports) endGiven(m *lockedMachine, epoch uint64, changed error) err
 	var given []core.TransferID
 	err := m.call(func(time.Time) error {
 		if t.devices.Epoch() == epoch {
-			given = m.machine.Given()
+			given = m.inner.Given()
 		}
 		return nil
 	})
@@ -101,7 +101,7 @@ func (t *transports) endGiven(m *lockedMachine, epoch uint64, changed error) err
 				}
 			}
 			if some[len(some)-1] == given[len(given)-1] && t.devices.Epoch() == epoch {
-				return inUse(m.machine, changed)
+				return inUse(m.inner, changed)
 			}
 			return nil
 		})

@@ -20,7 +20,7 @@ func (s *side) recorded() *coretest.Record {
 	opt.OnStep = r.Add
 	s.machine.mu.Lock()
 	defer s.machine.mu.Unlock()
-	s.machine.machine = machine.New(s.machine.machine.Layout(), opt)
+	s.machine.inner = machine.New(s.machine.inner.Layout(), opt)
 	return r
 }
 
@@ -29,7 +29,7 @@ func (s *side) recorded() *coretest.Record {
 func TestReplay(t *testing.T) {
 	leaktest.Check(t)
 	p, d := open(t, testConfig(RolePrefill)), open(t, testConfig(RoleDecode))
-	layout := p.machine.machine.Layout()
+	layout := p.machine.inner.Layout()
 	ofP, ofD := p.recorded(), d.recorded()
 	id := func(i int) core.TransferID { return core.TransferID(fmt.Sprint("t-", i)) }
 	const n = 60

@@ -31,7 +31,7 @@ type loadResults struct {
 	Said                    []string          // of the pair
 }
 
-// runBarred is that agent, in a process of its own. It loads two transfers, one after the other, and ends.
+// runRestricted is that agent, in a process of its own. It loads two transfers, one after the other, and ends.
 func runRestricted(address string) (string, error) {
 	if action := os.Getenv("KVCONN_TEST_FILTER"); action != "" {
 		if err := callfilter.Install(callfilter.Actions[action], unix.SYS_PROCESS_VM_READV); err != nil {

@@ -175,7 +175,7 @@ func (t *transports) written(id core.TransferID, name string, err error) error {
 	return err
 }
 
-// maxTorn bounds the writes with an error whose reports are awaited. Most reports come at once. Some never do: see written.
+// maxFailedWrites bounds the writes with an error whose reports are awaited. Most reports come at once. Some never do: see written.
 const maxFailedWrites = 64
 
 // sink feeds one transport's outcomes to the machine.

@@ -49,7 +49,7 @@ type transports struct {
 	mu           sync.Mutex
 	pairs        map[core.AgentID]*pair // as many as the peer table has, at most
 	active       map[half]transportOf   // transfers that have got a transport, until their reports
-	failedWrites map[half]transportOf   // offers whose writes ended with an error, until their reports, maxTorn at most
+	failedWrites map[half]transportOf   // offers whose writes ended with an error, until their reports, maxFailedWrites at most
 	moved        map[string]*TransportStats
 	logLimit     ratelog.Limit
 }
@@ -65,10 +65,10 @@ type transportOf struct {
 	via  core.Transport
 }
 
-// newTransports' machine takes the outcomes; suspect is told of each peer to which
+// newTransports' sink takes the outcomes; suspect is told of each peer to which
 // no transport is left.
-func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, machine core.Sink, suspect func(core.AgentID)) *transports {
-	return &transports{id: id, cfg: c, log: log, allow: allow, machine: machine, suspect: suspect, firstWait: firstWait, further: further, taking: new(sync.Mutex),
+func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, sink core.Sink, suspect func(core.AgentID)) *transports {
+	return &transports{id: id, cfg: c, log: log, allow: allow, machine: sink, suspect: suspect, firstWait: firstWait, further: further, taking: new(sync.Mutex),
 		pairs: map[core.AgentID]*pair{}, active: map[half]transportOf{}, failedWrites: map[half]transportOf{}, memoryChanged: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 

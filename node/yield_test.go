@@ -18,7 +18,7 @@ func TestYield(t *testing.T) {
 	a.goRun("agent", func() { run(a.ctx, a.machine, a.perform) })
 	t.Cleanup(func() { a.cancel(); a.wg.Wait() })
 	a.machine.mu.Lock()
-	a.machine.machine = machine.New(a.machine.machine.Layout(), core.Options{MaxTransfers: places, Ends: 1, EarlyLoad: time.Hour})
+	a.machine.inner = machine.New(a.machine.inner.Layout(), core.Options{MaxTransfers: places, Ends: 1, EarlyLoad: time.Hour})
 	a.machine.mu.Unlock()
 	for i := range places {
 		a.machine.tell(core.RenewMessage{From: "d", Account: "many", Claims: []core.TransferID{core.TransferID(fmt.Sprint("claim", i))}})
@@ -29,7 +29,7 @@ func TestYield(t *testing.T) {
 	}
 	for deadline := time.Now().Add(time.Minute); ; runtime.Gosched() { // it only ends a hang
 		a.machine.mu.Lock()
-		n := a.machine.machine.Sizes().Early
+		n := a.machine.inner.Sizes().Early
 		a.machine.mu.Unlock()
 		if n == places {
 			return

@@ -115,7 +115,7 @@ build_signals() { build_plain; }
 run_signals() { all_signals; }
 all_signals() { # by two processes, since they wait most of the time; stage go runs the short form
   local failed=0 first
-  signal_faults 'greet|ports|connect|connected' "$@" >$out/signals.first.log 2>&1 &
+  signal_faults 'hello|ports|connect|connected' "$@" >$out/signals.first.log 2>&1 &
   first=$!
   signal_faults 'lost|drain|drained|bye|dismissed' "$@" || failed=1
   wait $first || failed=1

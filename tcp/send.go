@@ -29,7 +29,7 @@ type sender struct {
 	byID     map[core.TransferID]*outbound
 	streams  int          // of all peers
 	from     quota.Counts // the same, by the addresses that they come from
-	watchdog *time.Timer  // while there are transfers; see look
+	watchdog *time.Timer  // while there are transfers; see checkStreams
 	pending  pendingConns
 	grace    time.Duration              // see returnGrace
 	late     time.Duration              // see awaitCause

@@ -94,7 +94,7 @@ func (st *outStream) info() (info *unix.TCPInfo) {
 	return info
 }
 
-// setStalled has other streams take frames in a deaf one's place, or lets it take frames again; s.mu is held.
+// setStalled has other streams take frames in a stalled one's place, or lets it take frames again; s.mu is held.
 func (st *outStream) setStalled(stalled bool) {
 	if st.stalled == stalled {
 		return

@@ -234,7 +234,7 @@ func TestStalledStreamReceives(t *testing.T) {
 	})
 }
 
-// hearing ends what deafen has done.
+// hearing ends what stallStream has done.
 func hearing(t *testing.T, c net.Conn) {
 	t.Helper()
 	raw, err := c.(*net.TCPConn).SyscallConn()

@@ -44,5 +44,5 @@ func TestMemoryIsGivenBack(t *testing.T) {
 		check(6+i, "after it")
 	}
 	check(5+burstChecks, "long after it, when what is held is in use")
-	k.check(now.Add(time.Second), func() (uint64, uint64) { return 900 * mib, spent }, func() { t.Error("another agent checks the same time") })
+	k.check(now.Add(time.Second), func() (uint64, uint64) { return 900 * mib, spent }, func() { t.Error("another agent releases at the same time") })
 }

@@ -70,8 +70,8 @@ func TestParts(t *testing.T) {
 	}
 }
 
-// TestServeObeys drives the second process's loop in this one.
-func TestServeObeys(t *testing.T) {
+// TestServeRunsCommands drives the second process's loop in this one.
+func TestServeRunsCommands(t *testing.T) {
 	leaktest.Check(t)
 	commands := []Command{
 		{Op: "open", Layers: 2, Blocks: 8, Block: 4096},

@@ -68,7 +68,7 @@ func send(t *testing.T, from, to net.Conn, text string) {
 	}
 }
 
-func TestForwardsBothWaysAndEnds(t *testing.T) {
+func TestForwardsBothDirectionsAndEnds(t *testing.T) {
 	r, near, far := pair(t)
 	send(t, near, far, "up")
 	send(t, far, near, "down")

@@ -32,7 +32,7 @@ const (
 	slowWrites  = 128 // of all blocks each: more than the kernel holds for slowStreams, and than drips in minutes
 	honest      = core.AgentID("honest")
 	slow        = core.AgentID("slow")
-	patience    = 2 * time.Minute
+	slowTimeout = 2 * time.Minute
 )
 
 // shares counts who has P's slots. While it is closed, the slow peer's are given back one by one, when the test says so.
@@ -42,7 +42,7 @@ type shares struct {
 	given  map[core.AgentID]int // slots, in all
 	held   map[core.AgentID]int
 	waits  map[core.AgentID]int // calls that wait
-	gate   []chan struct{}      // slots of the slow peer that it wants to give back
+	passes []chan struct{}      // slots of the slow peer that it wants to give back
 	closed bool
 }
 
@@ -80,7 +80,7 @@ func (s shared) Release() {
 	s.of.count(func() {
 		if s.of.closed && s.peer == slow {
 			pass = make(chan struct{})
-			s.of.gate = append(s.of.gate, pass)
+			s.of.passes = append(s.of.passes, pass)
 		}
 	})
 	if pass != nil {
@@ -106,7 +106,7 @@ func (s *shares) of(f func() int) (n int) {
 func (s *shares) open(open bool) {
 	s.count(func() {
 		s.closed = !open
-		for open && len(s.gate) > 0 {
+		for open && len(s.passes) > 0 {
 			s.pass()
 		}
 	})
@@ -114,15 +114,15 @@ func (s *shares) open(open bool) {
 
 // pass lets one slot be given back; mu is held.
 func (s *shares) pass() {
-	close(s.gate[0])
-	s.gate = slices.Delete(s.gate, 0, 1)
+	close(s.passes[0])
+	s.passes = slices.Delete(s.passes, 0, 1)
 }
 
 func until(t *testing.T, what string, f func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !f(); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(slowTimeout); !f(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("not within %v: %s", patience, what)
+			t.Fatalf("not within %v: %s", slowTimeout, what)
 		}
 	}
 }
@@ -190,18 +190,18 @@ func writes(t *testing.T, p, d *member, to core.AgentID, id core.TransferID, blo
 	p.Write(core.WriteOp{ID: id, Peer: to, Grant: grant, Pairs: p.pairs(t, blocks)})
 }
 
-// TestOnePeerOfManyStreams: a peer of 32 streams that takes no bytes, or few, has no more of the ring's slots than any other peer that
-// waits for one. One that takes none has none.
+// TestOnePeerOfManyStreams: a peer of 32 streams that takes no bytes, or few, has no larger share of the ring's slots than any other peer that
+// waits for one, but for those that it had before. One that takes none has none in the end.
 func TestOnePeerOfManyStreams(t *testing.T) {
-	for name, trouble := range map[string]faultnet.Impairment{
+	for name, impairment := range map[string]faultnet.Impairment{
 		"stopped":  {Hold: [2]bool{faultnet.Down: true}},
 		"dripping": {Rate: 256 << 10}, // of each stream: a slot's bytes take longer than P waits for them
 	} {
-		t.Run(name, func(t *testing.T) { onePeerOfManyStreams(t, trouble) })
+		t.Run(name, func(t *testing.T) { onePeerOfManyStreams(t, impairment) })
 	}
 }
 
-func onePeerOfManyStreams(t *testing.T, trouble faultnet.Impairment) {
+func onePeerOfManyStreams(t *testing.T, impairment faultnet.Impairment) {
 	leaktest.Check(t)
 	gpu := newGPU(t, 0)
 	base := gpu.Alloc(shareBlocks * shareBlock)
@@ -223,7 +223,7 @@ func onePeerOfManyStreams(t *testing.T, trouble faultnet.Impairment) {
 	t.Cleanup(way.Close)
 	sd, _ := newDecode(t, p, slow, way.Addr(), slowStreams)
 	until(t, "the slow peer's streams are open", func() bool { return way.Open() == slowStreams })
-	way.Set(trouble)
+	way.Set(impairment)
 	all := [][]kv.BlockID{sequence(shareBlocks)}
 	for i := range slowWrites {
 		writes(t, p, sd, slow, core.TransferID(fmt.Sprint("slow", i)), all)
@@ -233,7 +233,7 @@ func onePeerOfManyStreams(t *testing.T, trouble faultnet.Impairment) {
 		return s.of(func() int { return s.held[slow] }) == shareSlots && s.of(func() int { return s.waits[slow] }) >= slowStreams-shareSlots
 	})
 
-	// The slow peer has all slots. Of those that it gives back one by one while another peer waits, that one has at least half.
+	// The slow peer has all slots. Of those that it gives back one by one while another peer waits, that one has half, but for as many as the slow peer had before.
 	hd, mem := newDecode(t, p, honest, p.Endpoint(), 1)
 	few := [][]kv.BlockID{sequence(4)} // 16 slots
 	writes(t, p, hd, honest, "first", few)
@@ -245,7 +245,7 @@ func onePeerOfManyStreams(t *testing.T, trouble faultnet.Impairment) {
 		time.Sleep(2 * time.Millisecond) // who has called waits by then
 		given := 0
 		s.count(func() {
-			if s.waits[honest] == 0 || len(s.gate) == 0 {
+			if s.waits[honest] == 0 || len(s.passes) == 0 {
 				return
 			}
 			s.pass()
@@ -267,7 +267,7 @@ func onePeerOfManyStreams(t *testing.T, trouble faultnet.Impairment) {
 
 	// A peer that takes nothing has no slot once P has found that out.
 	s.open(true)
-	stopped := trouble.Hold[faultnet.Down]
+	stopped := impairment.Hold[faultnet.Down]
 	if stopped {
 		until(t, "the slow peer's streams have no slot, and wait for none", func() bool {
 			return s.of(func() int { return s.held[slow] + s.waits[slow] }) == 0
