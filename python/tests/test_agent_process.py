@@ -165,7 +165,8 @@ def test_environment_is_the_one_of_now(tmp_path: Path) -> None:
 import os, pathlib, sys
 os.environ["TMPDIR"] = sys.argv[1]
 import kvconn
-with kvconn.Agent({"engine_id": "p", "role": "prefill", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "token": "sixteen characters"}):
+config = {"engine_id": "p", "role": "prefill", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0}
+with kvconn.Agent(config | {"nats_token": "sixteen-characters"}):
     assert list(pathlib.Path(sys.argv[1]).glob("kvconn-nats-*")), os.listdir(sys.argv[1])
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, capture_output=True, text=True)
