@@ -2,6 +2,7 @@ package half
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -77,7 +78,8 @@ func (h *Set) giveWay(now time.Time, s *stake) {
 		ids = []core.TransferID{core.TransferID(s.id)}
 	}
 	if fault.On("shares-give-way-apart") {
-		ids, told = ids[:1], true
+		lives := func(id core.TransferID) bool { return h.offers[ID(id)] != nil }
+		ids, told = ids[slices.IndexFunc(ids, lives):][:1], true
 	}
 	for _, id := range ids {
 		of := h.offers[ID(id)]

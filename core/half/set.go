@@ -84,7 +84,7 @@ func New(layout *kv.Layout, opt core.Options, above Above) *Set {
 func (h *Set) Begin(e core.Event) {
 	h.taken.begin(e)
 	h.ends = 0
-	if _, load := e.(core.LoadMessage); load {
+	if _, load := e.(core.LoadMessage); load && h.actions == nil {
 		h.actions = make([]core.Action, 0, 2) // most have an answer and a Write
 	}
 }
