@@ -146,7 +146,7 @@ func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying boo
 		d.Halt(true)
 		defer d.Halt(false)
 		begin(p, "cut")
-		comes(t, "a copy is under way", func() bool { return d.copying("cut") })
+		comes(t, "a copy is under way", func() bool { return d.copying("cut") && d.Count("queued") > 0 })
 	}
 	p.kill()
 	if copying {
