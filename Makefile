@@ -165,7 +165,7 @@ e2e: wheel rig ## faults on agents in processes of their own, rdma-test, then th
 environments: ## .venv-vllm and .venv-sglang, which e2e makes where they are missing
 	@$(PYTHON) e2e/setup_vllm.py $(VENV_VLLM) && $(PYTHON) e2e/setup_sglang.py $(VENV_SGLANG)
 
-e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks; a part of e2e, but for the ranks
+e2e-sglang: wheel ## the real SGLang pair, also with failures and with several ranks; a part of e2e
 	@scripts/sglang-e2e.sh $(VENV_SGLANG)
 
 e2e-versions: wheel ## the real pair on the newest vLLM and the two minor releases before it; VERSIONS='0.31.0' for some

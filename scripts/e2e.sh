@@ -34,6 +34,5 @@ timeout --foreground 900 tail --pid=$making -f /dev/null || kill -- -$making 2>/
 wait $making || tail -n 5 $log >&2
 trap - EXIT
 stage vllm scripts/vllm-e2e.sh "$1"
-# Five minutes of starts of SGLang's ranks are left to `make e2e-sglang`.
-stage sglang scripts/sglang-e2e.sh "$2" --deselect=e2e/test_sglang_ranks.py --deselect=e2e/test_sglang_stages.py --deselect=e2e/test_sglang_attention.py
+stage sglang scripts/sglang-e2e.sh "$2"
 exit $failed
