@@ -23,13 +23,13 @@ import (
 )
 
 const (
-	slowStreams = 32 // of one slow peer: more than there are slots
+	slowStreams = 64 // of one slow peer: more than there are slots
 	ringSlots   = 16
 	shareSlots  = ringSlots - ringSlots/4 // that copies out of a device may have
 	shareSlot   = 64 << 10
 	shareBlocks = 64
 	shareBlock  = 4 * shareSlot
-	slowWrites  = 128 // of all blocks each: more than the kernel holds for slowStreams, and than drips in minutes
+	slowWrites  = 256 // of all blocks each: more than the kernel holds for slowStreams, and than drips in minutes
 	honest      = core.AgentID("honest")
 	slow        = core.AgentID("slow")
 	slowTimeout = 2 * time.Minute
@@ -190,7 +190,7 @@ func writes(t *testing.T, p, d *member, to core.AgentID, id core.TransferID, blo
 	p.Write(core.WriteOp{ID: id, Peer: to, Grant: grant, Pairs: p.pairs(t, blocks)})
 }
 
-// TestOnePeerOfManyStreams: a peer of 32 streams that takes no bytes, or few, has no larger share of the ring's slots than any other peer that
+// TestOnePeerOfManyStreams: a peer of 64 streams that takes no bytes, or few, has no larger share of the ring's slots than any other peer that
 // waits for one, but for those that it had before. One that takes none has none in the end.
 func TestOnePeerOfManyStreams(t *testing.T) {
 	for name, impairment := range map[string]faultnet.Impairment{
