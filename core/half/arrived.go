@@ -11,9 +11,8 @@ import (
 
 // StepLoadMessage returns the answer to D.
 func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, string) {
-	defer h.Settle(now)
 	if t, gone := h.Ended.Get(ID(l.ID)); gone {
-		return t.answer(&l)
+		return t.Answer(l.ID, l.Peer)
 	}
 	if err := l.CheckPeerLoad(h.layout, l.Match); err != nil {
 		return core.Refused, err.Error()
@@ -28,7 +27,7 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	if of != nil && of.state == offerRefused && of.peer == l.Peer { // D begins anew
 		h.reportOffer(now, of, of.stats)
 		t, _ := h.Ended.Get(ID(l.ID))
-		return t.answer(&l)
+		return t.Answer(l.ID, l.Peer)
 	}
 	if of != nil {
 		if known, code, reason := of.knows(&l); known {
@@ -41,7 +40,7 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	of.load, of.peer, of.deadline = &l, l.Peer, now.Add(l.Lease)
 	h.above.Loaded(ID(l.ID))
 	if of.state == offerReady {
-		h.startWrite(now, of)
+		h.write(now, of)
 	} else {
 		h.extend(now, of)
 	}
@@ -51,18 +50,13 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	return core.OK, ""
 }
 
-// answer is P's answer to a load of a transfer that has ended.
-func (t *Tombstone) answer(l *core.LoadMessage) (core.Code, string) {
-	if t.nacked == l.Peer && t.nacked != "" {
-		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", string(l.ID), t.Reason)
-	}
-	return t.Answer(ID(l.ID))
-}
-
-// Answer is P's answer to any load of a transfer that has ended.
-func (t *Tombstone) Answer(id ID) (core.Code, string) {
-	if t.Code == core.OK || t.Code == core.PeerCancelled {
-		return core.Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(id), t.Code)
+// Answer is P's answer to a load of a transfer that has ended, to the D that loads it itself, or ("") a share of it.
+func (t *Tombstone) Answer(name core.TransferID, peer core.AgentID) (core.Code, string) {
+	switch {
+	case t.nacked == peer && peer != "":
+		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", string(name), t.Reason)
+	case t.Code == core.OK || t.Code == core.PeerCancelled:
+		return core.Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(name), t.Code)
 	}
 	return t.Code.AtPeer(), t.Reason
 }
@@ -162,7 +156,6 @@ func (h *Set) renewed(now time.Time, who Party, id ID, claim bool) core.Answer {
 }
 
 func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
-	defer h.Settle(now)
 	c, ld := h.claims.get(ID(f.ID)), h.loads.get(ID(f.ID))
 	switch {
 	case c != nil && c.peer == f.From:
@@ -207,6 +200,6 @@ func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reaso
 		of.end = Ending{code, reason}
 		h.reportOffer(now, of, of.stats)
 	default:
-		h.endOffer(now, of, Ending{code, reason}, false)
+		h.EndOffer(now, of, Ending{code, reason}, false)
 	}
 }

@@ -109,7 +109,7 @@ func (h *Set) claimTo(c *claim, next claimState, does ...core.Action) {
 		h.farewells.drop(c.id)
 		h.claims.put(c.id, c)
 	}
-	h.moved("claim", c.id, c.state, next)
+	h.taken.moved("claim", c.id, c.state, next)
 	c.state = next
 	h.Act(does...)
 }
@@ -159,29 +159,32 @@ func (h *Set) claimAgain(c *claim) {
 	h.claimTo(c, state, c.lookUp(true))
 }
 
-// claimAnswered takes P's answer to a renewal. If P has no place for the claim now,
-// the next renewal asks again.
-func (h *Set) claimAnswered(now time.Time, c *claim, a core.Answer) {
-	if kept, end := ofClaim(&a, c.id); kept {
-		h.claimTo(c, claimKept)
-		c.keeper = c.peer
-	} else if end.Code != core.OK {
-		h.loseClaim(c, end)
-	}
-}
-
-// ofClaim says whether P keeps a claim, or how the claim has ended. If it says neither, P
-// has no place for the claim.
-func ofClaim(a *core.Answer, id ID) (kept bool, end Ending) {
+// claimAnswered takes P's answer to a renewal of a claim, or of a load that it keeps as one. If P has no place for
+// the claim now, the next renewal asks again.
+func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answer) {
+	var end Ending
 	switch a.Status {
 	case core.StatusEnded:
-		return false, Ending{peerFailure(a.Code), a.Reason}
+		end = Ending{peerFailure(a.Code), a.Reason}
 	case core.StatusSent:
-		return false, Ending{core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(id))}
-	case core.StatusEarly, core.StatusPrefill, core.StatusOffered, core.StatusSending:
-		return true, Ending{}
+		end = Ending{core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(id))}
+	case core.StatusEarly, core.StatusPrefill, core.StatusOffered, core.StatusSending: // P keeps it
+	default:
+		return
 	}
-	return false, Ending{}
+	c, ld := h.claims.get(id), h.loads.get(id)
+	switch {
+	case c != nil && (c.peer != peer || !c.state.atPeer()), ld != nil && (ld.peer != peer || !ld.state.kept()): // it is old
+	case c != nil && end.Code != core.OK:
+		h.loseClaim(c, end)
+	case c != nil:
+		h.claimTo(c, claimKept)
+		c.keeper = c.peer
+	case ld != nil && end.Code != core.OK:
+		h.endLoad(now, ld, end, false)
+	case ld != nil:
+		ld.keeper = ld.peer
+	}
 }
 
 // claimPeerGone: P's agent does not answer any more. absent: nobody listens there.
@@ -257,7 +260,7 @@ func (h *Set) dropClaim(c *claim, end Ending) {
 // successor. It looks again for a P that was not found.
 func (h *Set) tickClaim(now time.Time, c *claim) {
 	switch {
-	case c.isLost(now):
+	case passed(now, c.replaceBy):
 		h.claimLost(c, Ending{core.PeerLost, c.noSuccessor()})
 	case now.Before(c.until):
 		h.claimAgain(c)
@@ -273,10 +276,5 @@ func (h *Set) tickClaim(now time.Time, c *claim) {
 
 // due says whether tickClaim has something to do.
 func (c *claim) due(now time.Time) bool {
-	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || c.isLost(now)
-}
-
-// isLost: no agent has taken the place of the agent that the claim was for.
-func (c *claim) isLost(now time.Time) bool {
-	return !c.replaceBy.IsZero() && !now.Before(c.replaceBy)
+	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || passed(now, c.replaceBy)
 }

@@ -37,16 +37,6 @@ func (h *Set) grows(now time.Time, of *Offer, g growth) bool {
 	return false
 }
 
-// awaits says whether an offer waits for a moment.
-func (of *Offer) awaits(at core.Moment) bool {
-	for i := range of.growths {
-		if of.growths[i].after == at {
-			return true
-		}
-	}
-	return false
-}
-
 // offerPassed has the growths of a moment count.
 func (h *Set) offerPassed(now time.Time, of *Offer, at core.Moment) {
 	for i := range of.growths {

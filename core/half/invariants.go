@@ -115,11 +115,11 @@ func (h *Set) checkEarly() {
 	invariants.Must(places == h.early && blocks == h.earlyBlocks && held == blocks, "%d early offers of %d blocks, counted %d of %d, weights %d", places, blocks, h.early, h.earlyBlocks, held)
 	invariants.Must(h.early <= h.opt.MaxTransfers && h.earlyBlocks <= maxEarlyBlocks || h.yielded, "%d early offers of %d blocks, and nothing gives way", h.early, h.earlyBlocks)
 	words := 0
-	h.Ended.words.of.check(func(s *stake) {
-		invariants.Must(h.Ended.words.byID[s.id].of == s, "the word of %q is counted for %v and is none of its", s.id, s.who)
+	h.Ended.of.check(func(s *stake) {
+		invariants.Must(h.Ended.words[s.id].of == s, "the word of %q is counted for %v and is none of its", s.id, s.who)
 		words++
 	})
-	invariants.Must(words == len(h.Ended.words.byID) && words <= h.Ended.words.limit, "%d words, counted %d", len(h.Ended.words.byID), words)
+	invariants.Must(words == len(h.Ended.words) && words <= h.Ended.own.limit, "%d words, counted %d", len(h.Ended.words), words)
 }
 
 // check checks that each weight is the sum of its parts, and calls f for each stake.

@@ -71,7 +71,7 @@ func (h *Set) loadTo(ld *load, next loadState, does ...core.Action) {
 		h.farewells.drop(ld.id)
 		h.loads.put(ld.id, ld)
 	}
-	h.moved("load", ld.id, ld.state, next)
+	h.taken.moved("load", ld.id, ld.state, next)
 	ld.state = next
 	h.Act(does...)
 }
@@ -102,9 +102,7 @@ func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
 	h.claimTo(c, claimNone)
 	ld.agents, ld.end = c.agents, c.end
 	ld.since, ld.until = c.since, now.Add(h.patience())
-	if !ld.nameBy.IsZero() {
-		ld.nameBy = later(ld.nameBy, now.Add(h.opt.PeerTimeout/3))
-	}
+	h.nameLater(now, ld)
 	switch {
 	case was.atPeer():
 		ld.endedIn = "claimed"
@@ -119,6 +117,13 @@ func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
 		h.loadTo(ld, loadResolving, ld.lookUp(false))
 	default:
 		h.loadTo(ld, loadRelocating, ld.lookUp(false))
+	}
+}
+
+// nameLater gives the engine of P's new agent some time to name what goes on only now.
+func (h *Set) nameLater(now time.Time, ld *load) {
+	if !ld.nameBy.IsZero() {
+		ld.nameBy = later(ld.nameBy, now.Add(h.opt.PeerTimeout/3))
 	}
 }
 
@@ -162,17 +167,15 @@ func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
 	if ld == nil || ld.state != loadExpecting {
 		return
 	}
-	defer h.Settle(now)
 	switch {
 	case e.Err != nil && ld.former == "" && !errors.Is(e.Err, core.ErrMemory):
 		h.move(ld, now.Add(h.patience()), false) // what is remembered of P is out of date, most likely
-		return
 	case e.Err != nil:
 		h.endLoad(now, ld, Ending{core.Failed, e.Err.Error()}, true)
-		return
+	default:
+		ld.grant = e.Grant
+		h.loadTo(ld, loadRequesting, core.SendLoad{ID: core.TransferID(ld.id), Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
 	}
-	ld.grant = e.Grant
-	h.loadTo(ld, loadRequesting, core.SendLoad{ID: core.TransferID(ld.id), Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
 }
 
 func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
@@ -180,7 +183,6 @@ func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
 	if ld == nil || ld.seq != e.Seq && !fault.On("stale-reply") || ld.state != loadRequesting {
 		return
 	}
-	defer h.Settle(now)
 	switch {
 	case e.Answer == core.LoadAccepted:
 		h.loadTo(ld, loadWaiting)
@@ -236,7 +238,6 @@ func (h *Set) StepReceived(now time.Time, e core.Received) {
 	if ld == nil || !ld.state.armed() {
 		return
 	}
-	defer h.Settle(now)
 	ld.stats = e.Stats
 	if e.Err != nil {
 		// P may live, though its connections broke, and hold blocks for this load.
@@ -252,7 +253,6 @@ func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
 	if ld == nil {
 		return
 	}
-	defer h.Settle(now)
 	switch ld.state {
 	case loadRestarting:
 		h.proceed(now, ld)
@@ -268,7 +268,7 @@ func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
 func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 	switch a.Status {
 	case core.StatusEarly:
-		if !ld.nameBy.IsZero() && !now.Before(ld.nameBy) { // the agent took the place of the one that had the request
+		if passed(now, ld.nameBy) { // the agent took the place of the one that had the request
 			h.endLoad(now, ld, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, string(ld.id))}, true)
 		}
 	case core.StatusUnknown:

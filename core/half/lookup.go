@@ -26,7 +26,6 @@ func (h *Set) restPeers() {
 // StepResolvedParts has a half that was looked up go on as several, of these ids, one for each rank that was found. All of them are
 // there before the first goes on: it may learn that its agent is gone, and end the others.
 func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
-	defer h.Settle(now)
 	if f := h.farewells.get(ID(r.ID)); f != nil && f.seq == r.Seq {
 		for i := range r.Found {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
@@ -70,7 +69,6 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 // StepResolved takes the outcome of a look-up.
 func (h *Set) StepResolved(now time.Time, e core.Resolved) {
 	h.resolved(now, ID(e.ID), e.Seq, e.Peer, e.Opened, Ending{e.Code, e.Reason})
-	h.Settle(now)
 }
 
 func (h *Set) resolved(now time.Time, id ID, seq uint64, peer core.AgentID, opened time.Time, end Ending) {

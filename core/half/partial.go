@@ -139,7 +139,7 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		return
 	}
 	if err := h.samePrompt(of); err != nil && !fault.On("partial-any-prompt") {
-		h.endOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
 		return
 	}
 	begin := of.sent
@@ -147,7 +147,7 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		return
 	}
 	if err := of.held.BeginsFor(of.load.Match, &of.load.Selection); err != nil { // of a group whose first blocks have come just now, too
-		h.endOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
 		return
 	}
 	if begin == nil {
@@ -163,20 +163,7 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		begin = make([]uint32, len(begin))
 	}
 	of.sent = slices.Clone(of.ready)
-	w := of.write(kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
+	w := of.reads(kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
 	w.Begin, w.End, w.Extends = begin, of.sent, begin != nil
-	h.Act(w)
-}
-
-// finishPartial gives the transport the rest of a write that has begun.
-func (h *Set) finishPartial(now time.Time, of *Offer) {
-	src, err := h.joinHalves(of)
-	if err != nil {
-		h.endOffer(now, of, Ending{core.Refused, err.Error()}, true)
-		return
-	}
-	h.offerTo(of, offerSending)
-	w := of.write(src)
-	w.Begin, w.Extends = fault.Pick("offer-from-the-start", of.sent, nil), true
 	h.Act(w)
 }

@@ -45,19 +45,16 @@ func (h *Set) OldestWait(now time.Time) time.Duration {
 
 // At is the agent at the other end of a half, "" if it is not known, and the half's state, "-" if there is no half.
 func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
-	if s == core.SideOffer {
-		if of := h.offers[id]; of != nil {
-			return of.peer, of.State()
-		}
-		return "", "-"
-	}
-	if ld := h.loads.get(id); ld != nil {
+	of, ld, c := h.offers[id], h.loads.get(id), h.claims.get(id)
+	switch {
+	case s == core.SideOffer && of != nil:
+		return of.peer, of.State()
+	case s == core.SideOffer:
+	case ld != nil:
 		return ld.peer, ld.state.String()
-	}
-	if c := h.claims.get(id); c != nil {
+	case c != nil:
 		return c.peer, c.state.String()
-	}
-	if h.Farewell(id) {
+	case h.farewells.get(id) != nil:
 		return "", "farewell"
 	}
 	return "", "-"

@@ -1,7 +1,6 @@
 package machine
 
 import (
-	"fmt"
 	"math"
 	"slices"
 
@@ -15,17 +14,6 @@ import (
 // its offer. It says that D's load is here, so that D has room for the transfer, or that
 // the transfer has ended, so that the engine can spare the work. An engine that begins on
 // D's demand never fills its memory with caches that no D can take yet.
-
-// checkDemand: the engine announces a transfer once.
-func (m *Machine) checkDemand(id core.TransferID) error {
-	if !m.opt.ReportDemands {
-		return nil
-	}
-	if m.demands[id] || slices.ContainsFunc(m.halfOf(id), func(of *half.Offer) bool { return !of.Early() }) {
-		return fmt.Errorf("%w: transfer %q is announced or offered already; give each request a transfer_id of its own", core.ErrDuplicate, string(id))
-	}
-	return nil
-}
 
 // demanded reports an announced transfer when all the loads that it waits for are here. While the engine's cancel or Close ends
 // the shares of one, the last of them reports it.
@@ -54,18 +42,6 @@ func (m *Machine) reportDemand(id core.TransferID, code core.Code, reason string
 		delete(m.demands, id)
 		m.halves.Act(core.Report{ID: id, Side: core.SideDemand, Code: code, Reason: reason, Blocks: int(first), State: prefill})
 	}
-}
-
-// demandGone reports a transfer that had ended when the engine announced it.
-func (m *Machine) demandGone(id core.TransferID, t half.Tombstone) {
-	if !m.opt.ReportDemands {
-		return
-	}
-	m.demands[id] = true
-	if t.Offered {
-		t.Code, t.Reason = core.Refused, fmt.Sprintf("transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", string(id), t.Code)
-	}
-	m.reportDemand(id, t.Code, t.Reason, 0)
 }
 
 // checkDemands checks the set; only in builds with the tag "invariants".

@@ -21,51 +21,44 @@ type parts struct {
 	left  int // parts that have not ended
 }
 
-type claimFanIn struct{ parts }
-
 type loadFanIn struct {
 	parts
-	token   uint64
 	started time.Time
-	blocks  int
 	sum     sum
 }
 
-// sum is what the parts of one half have come to so far.
-type sum struct {
-	code   core.Code
-	reason string
-	state  string // the state in which the part ended that the code is from
-	peer   core.AgentID
-	from   core.Target
-	wait   time.Duration
-	stats  core.TransferStats
-}
+// sum is the report of all parts of one half, of what they have come to so far.
+type sum struct{ core.Report }
 
 // decide takes how a part ends; the first part that failed decides.
 func (s *sum) decide(r *core.Report) {
-	if s.code == core.OK {
-		s.code, s.reason, s.state, s.peer, s.from = r.Code, r.Reason, r.State, r.Peer, r.From
+	if s.Code == core.OK {
+		s.Code, s.Reason, s.State, s.Peer, s.From = r.Code, r.Reason, r.State, r.Peer, r.From
 	}
 }
 
 // add takes a part's report.
 func (s *sum) add(r *core.Report) {
 	s.decide(r)
-	s.wait = max(s.wait, r.Wait)
-	s.stats.Bytes += r.Stats.Bytes
-	s.stats.Segments += r.Stats.Segments
-	s.stats.Nanos = max(s.stats.Nanos, r.Stats.Nanos)
-	s.stats.Via = cmp.Or(s.stats.Via, r.Stats.Via)
+	s.Wait = max(s.Wait, r.Wait)
+	s.Stats.Bytes += r.Stats.Bytes
+	s.Stats.Segments += r.Stats.Segments
+	s.Stats.Nanos = max(s.Stats.Nanos, r.Stats.Nanos)
+	s.Stats.Via = cmp.Or(s.Stats.Via, r.Stats.Via)
+}
+
+func loadOf(p parts, token uint64, blocks int, started time.Time) *loadFanIn {
+	p.left = len(p.ids)
+	return &loadFanIn{p, started, sum{core.Report{ID: p.id, Parts: p.ids, Side: core.SideLoad, Token: token, Blocks: blocks}}}
 }
 
 // Divided makes a fan-in of a claim or load that was found to have parts.
 func (m above) Divided(now time.Time, whole core.Report, ids []core.TransferID, found []core.FoundPart) {
 	p := parts{whole.ID, whole.From, found, ids, len(ids)}
 	if whole.Side == core.SideClaim {
-		m.fans.claims[p.id] = &claimFanIn{p}
+		m.fans.claims[p.id] = &p
 	} else {
-		m.fans.loads[p.id] = &loadFanIn{parts: p, token: whole.Token, started: now.Add(-whole.Elapsed), blocks: whole.Blocks}
+		m.fans.loads[p.id] = loadOf(p, whole.Token, whole.Blocks, now.Add(-whole.Elapsed))
 	}
 }
 
@@ -80,12 +73,10 @@ func (m *Machine) loadClaimedParts(now time.Time, r core.LoadRequest) bool {
 		m.dropClaimFanIn(r.ID, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
 		return false
 	}
-	f := &loadFanIn{parts: c.parts, token: r.Token, started: now, blocks: r.Count()}
-	f.left = len(f.ids)
 	delete(m.fans.claims, r.ID)
-	m.fans.loads[r.ID] = f
-	for i := range f.found {
-		m.halves.Load(now, core.LoadRequest{ID: f.ids[i], From: f.found[i].From, Selection: r.Cut(m.layout, f.found[i].Regions), Prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), After: fault.Pick("parts-at-once", r.After, 0)}, true)
+	m.fans.loads[r.ID] = loadOf(*c, r.Token, r.Count(), now)
+	for i := range c.found {
+		m.halves.Load(now, core.LoadRequest{ID: c.ids[i], From: c.found[i].From, Selection: r.Cut(m.layout, c.found[i].Regions), Prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), After: fault.Pick("parts-at-once", r.After, 0)}, true)
 	}
 	return true
 }
@@ -129,11 +120,11 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 	if f == nil {
 		return // the engine has its Report
 	}
-	failed := f.sum.code == core.OK && r.Code != core.OK
+	failed := f.sum.Code == core.OK && r.Code != core.OK
 	f.sum.decide(&r)
 	if failed && !fault.On("others-go-on") {
 		undo := m.halves.Because("PartFails")
-		m.endLoadFanIn(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.reason})
+		m.endLoadFanIn(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.Reason})
 		undo()
 	}
 	if !over {
@@ -144,9 +135,10 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 		return
 	}
 	delete(m.fans.loads, f.id)
-	elapsed, s := now.Sub(f.started), &f.sum
-	m.halves.Act(core.Report{ID: f.id, Parts: f.ids, Side: core.SideLoad, Token: f.token, Code: s.code, Reason: s.reason, Blocks: f.blocks,
-		Wait: max(elapsed-time.Duration(s.stats.Nanos), 0), Elapsed: elapsed, State: s.state, Peer: s.peer, From: s.from, Stats: s.stats})
+	all := f.sum.Report
+	all.Elapsed = now.Sub(f.started)
+	all.Wait = max(all.Elapsed-time.Duration(all.Stats.Nanos), 0)
+	m.halves.Act(all)
 }
 
 // ClaimEnded takes a claim's end. If the claim was lost, the engine is told, and so is P
@@ -174,5 +166,9 @@ func (m above) ClaimEnded(r core.Report, over bool) {
 		}
 		m.dropClaimFanIn(f.id, end)
 	}
-	m.reportLost(r)
+	m.halves.Count.ClaimsLost++
+	if !fault.On("lost-forgotten") {
+		m.lost.Put(r.ID, r)
+	}
+	m.halves.Act(r)
 }

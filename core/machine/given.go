@@ -18,14 +18,6 @@ func (m *Machine) Given() (ids []core.TransferID) {
 	return ids
 }
 
-// AnyGiven says whether there are some.
-func (m *Machine) AnyGiven() bool {
-	for range m.halves.Given() {
-		return true
-	}
-	return false
-}
-
 func (m *Machine) stepRemapped(now time.Time, r core.Remapped) {
 	end := half.Ending{Code: fault.Pick("remapped-is-cancelled", core.Failed, core.Cancelled), Reason: r.Reason}
 	if m.halves.GivenLoad(half.ID(r.ID)) {
@@ -35,8 +27,7 @@ func (m *Machine) stepRemapped(now time.Time, r core.Remapped) {
 	m.halves.Settle(now)
 	for _, of := range m.halfOf(r.ID) {
 		if of.Given() && !fault.On("remapped-is-offered") {
-			m.halves.EndOffer(now, of, end)
+			m.halves.EndOffer(now, of, end, true)
 		}
 	}
-	m.halves.Settle(now)
 }
