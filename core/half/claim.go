@@ -35,23 +35,26 @@ func (s claimState) lookedUp() bool { return s == claimResolving || s == claimRe
 // claim is D's wish that P keeps a transfer until D has blocks for it.
 type claim struct {
 	asked
-	state claimState
-	token uint64
-	agents
-	since     time.Time  // the engine's word
+	state     claimState
 	until     time.Time  // end of a claim that no load follows
 	retryAt   time.Time  // in claimBackoff
 	replaceBy time.Time  // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
-	end       Ending     // how the claim ended: in claimVoid, or when it was lost
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
-// asked is what a claim or load was asked of.
+// asked is what a load takes over from its claim, beside the load's own seq and token.
 type asked struct {
-	id   ID
-	seq  uint64
-	from core.Target
-	rank bool // from is a rank of an engine, and has no others beside it
+	id     ID
+	seq    uint64
+	from   core.Target
+	rank   bool // from is a rank of an engine, and has no others beside it
+	token  uint64
+	since  time.Time    // the engine's first word of it: its claim, if there was one
+	end    Ending       // of a claim: in claimVoid, or when it was lost
+	peer   core.AgentID // the P agent that it is with; "" while P is looked up
+	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
+	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
+	nameBy time.Time    // if the agent opened after the request: until when its engine must name the request; zero: the agent was open before
 }
 
 func (a *asked) withRank() bool { return a.rank }
@@ -59,14 +62,6 @@ func (a *asked) withRank() bool { return a.rank }
 // lookUp is how P's agent is looked up.
 func (a *asked) lookUp(fresh bool) core.Resolve {
 	return core.Resolve{ID: core.TransferID(a.id), Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
-}
-
-// agents are the P agents that a claim or load has been with.
-type agents struct {
-	peer   core.AgentID // the agent it is with; "" while P is looked up
-	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
-	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
-	nameBy time.Time    // if the agent opened after the request: until when its engine must name the request; zero: the agent was open before
 }
 
 // Ending is how a half ends.
@@ -77,8 +72,8 @@ type Ending struct {
 
 // replaced says why the agent that took another's place cannot have the request; "" if it
 // can. younger says that this agent opened after the request.
-func (a *agents) replaced(by core.AgentID, younger bool) string {
-	switch {
+func (a *asked) replaced(younger bool) string {
+	switch by := a.peer; {
 	case a.keeper != "" && a.keeper != by:
 		return fmt.Sprintf("prefill agent %s was replaced by agent %s, and only %s had the request: send the request again", a.keeper, by, a.keeper)
 	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
@@ -87,7 +82,7 @@ func (a *agents) replaced(by core.AgentID, younger bool) string {
 	return ""
 }
 
-func (a *agents) noSuccessor() string {
+func (a *asked) noSuccessor() string {
 	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
 }
 
@@ -96,7 +91,7 @@ func (h *Set) Claim(now time.Time, r core.ClaimRequest) {
 	h.Count.Claimed++
 	h.begin(now)
 	h.seq++
-	c := &claim{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From}, token: r.Token, since: now, until: now.Add(h.opt.Claim)}
+	c := &claim{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From, token: r.Token, since: now}, until: now.Add(h.opt.Claim)}
 	h.claimTo(c, claimResolving, c.lookUp(false))
 }
 
@@ -115,27 +110,26 @@ func (h *Set) claimTo(c *claim, next claimState, does ...core.Action) {
 }
 
 // claimResolved takes the outcome of a claim's look-up.
-func (h *Set) claimResolved(now time.Time, c *claim, peer core.AgentID, opened time.Time, end Ending) {
+func (h *Set) claimResolved(now time.Time, c *claim, e core.Resolved) {
 	switch {
-	case end.Code == core.Unreachable && fault.On("claim-dropped"):
-		h.dropClaim(c, end)
+	case e.Code == core.Unreachable && fault.On("claim-dropped"):
+		h.DropClaim(c.id, Ending{e.Code, e.Reason})
 		return
-	case end.Code == core.Unreachable: // P's agent may not be up yet
+	case e.Code == core.Unreachable: // P's agent may not be up yet
 		h.claimLater(now, c)
 		return
-	case end.Code != core.OK:
-		h.loseClaim(c, end)
+	case e.Code != core.OK:
+		h.loseClaim(c, Ending{e.Code, e.Reason})
 		return
 	}
 	c.replaceBy = time.Time{}
-	younger := h.found(now, &c.agents, c.since, peer, opened)
-	if reason := c.replaced(peer, younger); reason != "" {
+	if reason := h.found(now, &c.asked, e); reason != "" {
 		h.loseClaim(c, Ending{core.PeerLost, reason})
 		return
 	}
 	h.claimTo(c, claimAsked)
-	h.watch(now, peer)
-	if p := h.peers[peer]; !p.fresh {
+	h.watch(now, c.peer)
+	if p := h.peers[c.peer]; !p.fresh {
 		p.fresh = true // a thousand claims that come one by one make two messages
 		if !p.asking {
 			h.tickPeers(now)
@@ -232,28 +226,23 @@ func (c *claim) report(now time.Time) core.Report {
 		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.former), From: c.from}
 }
 
-// DropClaim ends a claim, and says whether there was one.
+// DropClaim ends a claim, and says whether there was one. If P is known or being looked up, P is told.
 func (h *Set) DropClaim(id ID, end Ending) bool {
 	c := h.claims.get(id)
-	if c != nil {
-		h.dropClaim(c, end)
-	}
-	return c != nil
-}
-
-// dropClaim ends a claim. If P is known or being looked up, P is told.
-func (h *Set) dropClaim(c *claim, end Ending) {
 	switch {
+	case c == nil:
+		return false
 	case c.state.atPeer() && !fault.On("no-finish-of-claims") && !(fault.On("lost-others-untold") && h.taken.event == "PartFails"):
 		h.claimTo(c, claimNone, core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: end.Code, Reason: end.Reason})
 	case c.state.lookedUp() && end.Code == core.Cancelled:
 		h.claimTo(c, claimNone)
-		h.farewells.put(c.id, &farewell{c.asked, end})
+		h.farewell(c.asked, end)
 	default:
 		h.claimTo(c, claimNone)
 	}
 	h.restPeers()
 	h.outcomes = append(h.outcomes, outcome{claim: c, over: true})
+	return true
 }
 
 // tickClaim ends a claim that no load has followed, or whose P is gone without a
@@ -270,7 +259,7 @@ func (h *Set) tickClaim(now time.Time, c *claim) {
 			h.claimLost(c, Ending{core.Expired, reason})
 			return
 		}
-		h.dropClaim(c, Ending{core.Cancelled, reason})
+		h.DropClaim(c.id, Ending{core.Cancelled, reason})
 	}
 }
 

@@ -43,21 +43,17 @@ func (s loadState) armed() bool {
 type load struct {
 	asked
 	state loadState
-	token uint64
 	kv.Selection
-	prompt uint64      // of LoadRequest
-	after  core.Moment // of LoadRequest; 0 when it has passed
-	agents
+	prompt  uint64      // of LoadRequest
+	after   core.Moment // of LoadRequest; 0 when it has passed
 	started time.Time
 	endBy   time.Time // whatever P says
-	since   time.Time // the engine's first word of it: its claim, if there was one
 	begun   time.Time // when P's agent became known: it is asked for the load since then
 	until   time.Time // in loadRelocating, and in loadMoving: when another agent must have been found
 	held    time.Time // by this agent's own memory since then, in loadExpecting and loadRestarting
 	grant   []byte    // of the transport
 	sent    int       // renewals that said "sent" while bytes were missing
 	endedIn string    // state in which the end began
-	end     Ending
 	stats   core.TransferStats
 }
 
@@ -83,7 +79,8 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 	}
 	h.begin(now)
 	h.seq++ // a cancelled half of the id is void: P hears of the id by this load
-	ld := &load{asked: asked{ID(r.ID), h.seq, r.From, rank}, token: r.Token, Selection: r.Selection, prompt: r.Prompt, started: now, since: now, endBy: now.Add(h.opt.Load)}
+	ld := &load{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From, rank: rank, token: r.Token, since: now},
+		Selection: r.Selection, prompt: r.Prompt, started: now, endBy: now.Add(h.opt.Load)}
 	h.loadAfter(now, ld, r.After)
 	c := h.claims.get(ld.id)
 	switch {
@@ -91,17 +88,17 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 		h.continueClaim(now, ld, c)
 		return
 	case c != nil:
-		h.dropClaim(c, Ending{core.Cancelled, "the decode engine loads it from another engine"})
+		h.DropClaim(c.id, Ending{core.Cancelled, "the decode engine loads it from another engine"})
 	}
 	h.loadTo(ld, loadResolving, ld.lookUp(false))
 }
 
 // continueClaim begins a load at the point that its claim has reached.
 func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
-	was := c.state
+	was, seq, token := c.state, ld.seq, ld.token
 	h.claimTo(c, claimNone)
-	ld.agents, ld.end = c.agents, c.end
-	ld.since, ld.until = c.since, now.Add(h.patience())
+	ld.asked, ld.until = c.asked, now.Add(h.patience())
+	ld.seq, ld.token = seq, token
 	h.nameLater(now, ld)
 	switch {
 	case was.atPeer():
@@ -148,10 +145,10 @@ func (h *Set) proceed(now time.Time, ld *load) {
 }
 
 // loadResolved takes the outcome of a load's look-up.
-func (h *Set) loadResolved(now time.Time, ld *load, peer core.AgentID, opened time.Time, end Ending) {
-	if end.Code == core.OK {
-		younger := h.found(now, &ld.agents, ld.since, peer, opened)
-		reason := ld.replaced(peer, younger)
+func (h *Set) loadResolved(now time.Time, ld *load, e core.Resolved) {
+	end := Ending{e.Code, e.Reason}
+	if e.Code == core.OK {
+		reason := h.found(now, &ld.asked, e)
 		if reason == "" {
 			h.proceed(now, ld)
 			return
@@ -308,25 +305,21 @@ func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
 // endLoad brings D's half to an end other than success; tell says whether P must be told.
 // A load that is ending already keeps its first end.
 func (h *Set) endLoad(now time.Time, ld *load, end Ending, tell bool) {
-	switch ld.state {
-	case loadEnding:
+	if ld.state == loadEnding {
 		return
-	case loadResolving, loadRelocating:
-		ld.end = end
-		if tell && !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
-			h.farewells.put(ld.id, &farewell{ld.asked, end})
-		}
-		h.reportLoad(ld)
-		return
-	case loadMoving:
-		tell = false // nobody is there
 	}
 	ld.end = end
-	if tell && !(fault.On("no-finish") && end.Code == core.Cancelled) {
+	switch {
+	case !tell, ld.state == loadMoving: // nobody is there
+	case ld.state.lookedUp():
+		if !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
+			h.farewell(ld.asked, end)
+		}
+	case !(fault.On("no-finish") && end.Code == core.Cancelled):
 		h.Act(core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: end.Code, Reason: end.Reason})
 	}
 	switch {
-	case ld.state == loadAwaiting: // nothing is armed
+	case ld.state.lookedUp(), ld.state == loadAwaiting: // nothing is armed
 		h.reportLoad(ld)
 		return
 	case !ld.state.armed():

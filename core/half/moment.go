@@ -22,10 +22,13 @@ type waiter struct {
 	id   ID
 }
 
-// await has a half wait for a moment.
+// await has a half wait for a moment, unless it is 0.
 func (h *Set) await(now time.Time, at core.Moment, side core.Side, id ID) {
 	w := h.moments[at]
-	if w == nil {
+	switch {
+	case at == 0:
+		return
+	case w == nil:
 		w = &awaited{since: now}
 		h.moments[at] = w
 		h.Act(core.Await{Moment: at})
@@ -36,10 +39,7 @@ func (h *Set) await(now time.Time, at core.Moment, side core.Side, id ID) {
 
 // awaitNot ends a half's wait for a moment.
 func (h *Set) awaitNot(at core.Moment) {
-	if at == 0 {
-		return
-	}
-	if w := h.moments[at]; w != nil { // else it has just passed, or failed
+	if w := h.moments[at]; w != nil { // else it has just passed, or failed, or is 0
 		if w.waits--; w.waits == 0 {
 			delete(h.moments, at)
 		}
@@ -101,9 +101,7 @@ func (h *Set) loadAfter(now time.Time, ld *load, after core.Moment) {
 	if ld.after = after; ld.Count() == 0 {
 		ld.after = 0 // nothing is written
 	}
-	if ld.after != 0 {
-		h.await(now, ld.after, core.SideLoad, ld.id)
-	}
+	h.await(now, ld.after, core.SideLoad, ld.id)
 }
 
 // loadPassed goes on with a load whose moment has passed.

@@ -232,9 +232,7 @@ func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []core.TransferID)
 			early = h.cameEarly(part, early, who)
 		}
 		for i := range part.growths {
-			if after := part.growths[i].after; after != 0 {
-				h.await(now, after, core.SideOffer, ID(id))
-			}
+			h.await(now, part.growths[i].after, core.SideOffer, ID(id))
 		}
 	}
 	if of != nil {

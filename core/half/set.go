@@ -49,7 +49,7 @@ type Set struct {
 	// D's half.
 	claims    halves[*claim]
 	loads     halves[*load]
-	farewells halves[*farewell]
+	farewells halves[*asked]
 	peers     map[core.AgentID]*peer // the P agents that claims and loads wait for
 
 	// P's half.
@@ -75,7 +75,7 @@ type Set struct {
 func New(layout *kv.Layout, opt core.Options, above Above) *Set {
 	return &Set{
 		opt: opt, layout: layout, above: above, taken: observer{tell: opt.OnTransition},
-		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*farewell](), peers: map[core.AgentID]*peer{},
+		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*asked](), peers: map[core.AgentID]*peer{},
 		offers: map[ID]*Offer{}, moments: map[core.Moment]*awaited{}, earlyOf: newGreedy(), earlyLoads: newGreedy(), probes: map[core.AgentID]*probe{},
 		Ended: newTombstones(opt.MaxTransfers),
 	}
@@ -190,7 +190,7 @@ func (h *Set) Tick(now time.Time) {
 // Close ends all halves.
 func (h *Set) Close(now time.Time) {
 	end, ofOffers := Ending{core.Closed, "the decode agent was closed"}, Ending{core.Closed, "the prefill agent was closed"}
-	h.endAll(now, func(c *claim) { h.dropClaim(c, end) }, func(ld *load) { h.EndLoad(now, ld.id, end) },
+	h.endAll(now, func(c *claim) { h.DropClaim(c.id, end) }, func(ld *load) { h.EndLoad(now, ld.id, end) },
 		func(of *Offer) { h.EndOffer(now, of, ofOffers, true) })
 }
 
@@ -209,7 +209,7 @@ func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer 
 	}
 	// P hears no more of what was being looked up. The end of another part may have made
 	// farewells just now.
-	h.farewells = newHalves[*farewell]()
+	h.farewells = newHalves[*asked]()
 	h.restPeers()
 	for of := range turns(h, now, h.offers, nil) {
 		offer(of)

@@ -26,8 +26,7 @@ func (h *Set) Sizes() core.Sizes {
 	return s
 }
 
-// OldestWait is how long the oldest half has waited of those whose report is owed to the
-// engine.
+// OldestWait is how long the oldest half has waited of those whose report is owed to the engine.
 func (h *Set) OldestWait(now time.Time) time.Duration {
 	oldest := now
 	for _, ld := range h.loads.byID {

@@ -151,8 +151,7 @@ func (m *Machine) Sizes() core.Sizes {
 	return s
 }
 
-// OldestWait is how long the oldest half has waited of those whose report is owed to the
-// engine.
+// OldestWait is how long the oldest half has waited of those whose report is owed to the engine.
 func (m *Machine) OldestWait(now time.Time) time.Duration { return m.halves.OldestWait(now) }
 
 // PeerOf is the agent at the other end of a half, or of a part of one; "" if there is no such
