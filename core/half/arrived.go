@@ -86,12 +86,8 @@ func (h *Set) StepRenewMessage(now time.Time, r core.RenewMessage) []core.Answer
 	}
 	who := partyOf(r.Account, r.From)
 	out := make([]core.Answer, 0, len(r.Loads)+len(r.Claims))
-	for _, id := range r.Loads {
-		out = append(out, h.renewed(now, who, ID(id), false))
-		h.Settle(now)
-	}
-	for _, id := range r.Claims {
-		out = append(out, h.renewed(now, who, ID(id), true))
+	for i, id := range slices.Concat(r.Loads, r.Claims) {
+		out = append(out, h.renewed(now, who, ID(id), i >= len(r.Loads)))
 		h.Settle(now)
 	}
 	return out

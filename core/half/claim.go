@@ -59,7 +59,6 @@ type asked struct {
 
 func (a *asked) withRank() bool { return a.rank }
 
-// lookUp is how P's agent is looked up.
 func (a *asked) lookUp(fresh bool) core.Resolve {
 	return core.Resolve{ID: core.TransferID(a.id), Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
 }
@@ -109,7 +108,6 @@ func (h *Set) claimTo(c *claim, next claimState, does ...core.Action) {
 	h.Act(does...)
 }
 
-// claimResolved takes the outcome of a claim's look-up.
 func (h *Set) claimResolved(now time.Time, c *claim, e core.Resolved) {
 	switch {
 	case e.Code == core.Unreachable && fault.On("claim-dropped"):
@@ -143,7 +141,6 @@ func (h *Set) claimLater(now time.Time, c *claim) {
 	c.peer, c.retryAt = "", now.Add(h.opt.PeerTimeout)
 }
 
-// claimAgain looks P's agent up again.
 func (h *Set) claimAgain(c *claim) {
 	state := claimResolving
 	if c.former != "" {

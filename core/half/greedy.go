@@ -52,7 +52,6 @@ type stake struct {
 	el     *list.Element
 }
 
-// of is the weight of a holder.
 func (r *ranking) of(name string) int {
 	if h := r.byName[name]; h != nil {
 		return h.weight
@@ -105,7 +104,6 @@ func (g *greedy) change(s *stake, more int) {
 	}
 }
 
-// harden makes a stake firm.
 func (g *greedy) harden(s *stake) {
 	if s.firm {
 		return

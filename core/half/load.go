@@ -144,7 +144,6 @@ func (h *Set) proceed(now time.Time, ld *load) {
 	h.loadTo(ld, loadExpecting, core.Expect{ID: core.TransferID(ld.id), Peer: ld.peer, Selection: ld.Selection})
 }
 
-// loadResolved takes the outcome of a load's look-up.
 func (h *Set) loadResolved(now time.Time, ld *load, e core.Resolved) {
 	end := Ending{e.Code, e.Reason}
 	if e.Code == core.OK {
@@ -261,7 +260,6 @@ func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
 	}
 }
 
-// loadRenewed takes P's answer to a renewal.
 func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 	switch a.Status {
 	case core.StatusEarly:

@@ -67,7 +67,6 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 	h.awaitNot(after)
 }
 
-// StepResolved takes the outcome of a look-up.
 func (h *Set) StepResolved(now time.Time, e core.Resolved) {
 	if f := h.farewells.get(ID(e.ID)); f != nil && f.seq == e.Seq {
 		if e.Code == core.OK {

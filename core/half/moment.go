@@ -104,7 +104,6 @@ func (h *Set) loadAfter(now time.Time, ld *load, after core.Moment) {
 	h.await(now, ld.after, core.SideLoad, ld.id)
 }
 
-// loadPassed goes on with a load whose moment has passed.
 func (h *Set) loadPassed(now time.Time, ld *load) {
 	ld.after = 0
 	if ld.state != loadAwaiting {

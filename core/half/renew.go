@@ -134,15 +134,15 @@ func (h *Set) StepRenewReplied(now time.Time, r core.RenewReplied) {
 	}
 	p.asking = r.Renewal.More
 	h.noticePause(now)
-	err := r.Err
-	if err == nil && !r.Absent && len(r.Answers) != len(r.Renewal.Loads)+len(r.Renewal.Claims) {
-		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), len(r.Renewal.Loads)+len(r.Renewal.Claims))
+	err, asked := r.Err, len(r.Renewal.Loads)+len(r.Renewal.Claims)
+	if err == nil && !r.Absent && len(r.Answers) != asked {
+		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), asked)
 	}
-	if err != nil || r.Absent {
-		if r.Absent || now.Sub(p.heard) >= h.patience() {
-			h.peerGone(now, r.Renewal.Peer, r.Absent, fmt.Sprint(err))
-			return
-		}
+	switch {
+	case r.Absent, err != nil && now.Sub(p.heard) >= h.patience():
+		h.peerGone(now, r.Renewal.Peer, r.Absent, fmt.Sprint(err))
+		return
+	case err != nil:
 		p.next = now // with the next tick
 		return
 	}

@@ -1,7 +1,6 @@
 package half
 
 import (
-	"iter"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -59,20 +58,19 @@ func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
 	return "", "-"
 }
 
-// Given are the halves whose blocks may be read or written, or will be.
-func (h *Set) Given() iter.Seq[ID] {
-	return func(yield func(ID) bool) {
-		for id, ld := range h.loads.byID {
-			if ld.Count() > 0 && !yield(id) {
-				return
-			}
-		}
-		for id, of := range h.offers {
-			if of.Given() && !yield(id) {
-				return
-			}
+// Given are the transfers of the halves whose blocks may be read or written, or will be.
+func (h *Set) Given() (names []core.TransferID) {
+	for id, ld := range h.loads.byID {
+		if ld.Count() > 0 {
+			names = append(names, h.above.Name(id))
 		}
 	}
+	for id, of := range h.offers {
+		if of.Given() {
+			names = append(names, h.above.Name(id))
+		}
+	}
+	return names
 }
 
 // Given says whether blocks of an offer may be read, or will be.

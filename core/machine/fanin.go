@@ -37,7 +37,6 @@ func (s *sum) decide(r *core.Report) {
 	}
 }
 
-// add takes a part's report.
 func (s *sum) add(r *core.Report) {
 	s.decide(r)
 	s.Wait = max(s.Wait, r.Wait)
@@ -70,7 +69,7 @@ func (m *Machine) loadClaimedParts(now time.Time, r core.LoadRequest) bool {
 		return false
 	}
 	if c.from != r.From || fault.On("found-claim-lost") {
-		m.dropClaimFanIn(r.ID, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
+		m.dropClaim(r.ID, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
 		return false
 	}
 	delete(m.fans.claims, r.ID)
@@ -81,11 +80,11 @@ func (m *Machine) loadClaimedParts(now time.Time, r core.LoadRequest) bool {
 	return true
 }
 
-// endLoadFanIn ends the parts of a load that have not ended, and says whether it goes in parts. P is told the same end.
-func (m *Machine) endLoadFanIn(now time.Time, id core.TransferID, end half.Ending) bool {
+// endLoad ends a load, or the parts of one that have not ended, and says whether there is one. P is told the same end.
+func (m *Machine) endLoad(now time.Time, id core.TransferID, end half.Ending) bool {
 	f := m.fans.loads[id]
 	if f == nil {
-		return false
+		return m.halves.EndLoad(now, half.ID(id), end)
 	}
 	for _, part := range f.ids {
 		m.halves.EndLoad(now, half.ID(part), end)
@@ -93,11 +92,11 @@ func (m *Machine) endLoadFanIn(now time.Time, id core.TransferID, end half.Endin
 	return true
 }
 
-// dropClaimFanIn ends the parts of a claim, and says whether it goes in parts.
-func (m *Machine) dropClaimFanIn(id core.TransferID, end half.Ending) bool {
+// dropClaim ends a claim, or the parts of one, and says whether there was one.
+func (m *Machine) dropClaim(id core.TransferID, end half.Ending) bool {
 	f := m.fans.claims[id]
 	if f == nil {
-		return false
+		return m.halves.DropClaim(half.ID(id), end)
 	}
 	delete(m.fans.claims, id)
 	for _, part := range f.ids {
@@ -124,7 +123,7 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 	f.sum.decide(&r)
 	if failed && !fault.On("others-go-on") {
 		undo := m.halves.Because("PartFails")
-		m.endLoadFanIn(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.Reason})
+		m.endLoad(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.Reason})
 		undo()
 	}
 	if !over {
@@ -147,25 +146,22 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 func (m above) ClaimEnded(r core.Report, over bool) {
 	whole := !isPart(r.ID)
 	f := m.fans.claims[nameOf(r.ID)] // nil: all parts have been dropped already
-	end := half.Ending{Code: core.Cancelled, Reason: r.Reason}
 	switch {
 	case whole && over, !whole && f == nil:
 		return
-	case whole:
-		m.halves.DropClaim(half.ID(r.ID), end)
 	case over:
 		if f.left--; f.left == 0 {
 			delete(m.fans.claims, f.id)
 		}
 		return
-	default:
+	case !whole:
 		defer m.halves.Because("PartFails")()
 		r.ID, r.From = f.id, f.from
 		if fault.On("lost-twice") {
 			m.halves.Act(r)
 		}
-		m.dropClaimFanIn(f.id, end)
 	}
+	m.dropClaim(r.ID, half.Ending{Code: core.Cancelled, Reason: r.Reason})
 	m.halves.Count.ClaimsLost++
 	if !fault.On("lost-forgotten") {
 		m.lost.Put(r.ID, r)

@@ -7,8 +7,8 @@ import (
 )
 
 // fans are the transfers that go in parts. Only this package knows that an engine has several ranks: fans.go, fanin.go, fanout.go
-// and share.go. Each half knows one peer. The calls of the engine reach the parts of a transfer by halfOf, dropClaimFanIn and
-// endLoadFanIn.
+// and share.go. Each half knows one peer. The calls of the engine reach the parts of a transfer by halfOf, dropClaim and
+// endLoad.
 type fans struct {
 	claims map[core.TransferID]*parts
 	loads  map[core.TransferID]*loadFanIn

@@ -11,19 +11,13 @@ import (
 // Given are the transfers for which blocks of the engine may be read or written, or will be: those of loads, and of the offers and
 // partial offers that the engine has not got back. They have no order, and one of several parts may be named for each. It walks over
 // all halves.
-func (m *Machine) Given() (ids []core.TransferID) {
-	for id := range m.halves.Given() {
-		ids = append(ids, nameOf(id))
-	}
-	return ids
-}
+func (m *Machine) Given() []core.TransferID { return m.halves.Given() }
 
 func (m *Machine) stepRemapped(now time.Time, r core.Remapped) {
 	end := half.Ending{Code: fault.Pick("remapped-is-cancelled", core.Failed, core.Cancelled), Reason: r.Reason}
-	if m.halves.GivenLoad(half.ID(r.ID)) {
-		m.halves.EndLoad(now, half.ID(r.ID), end)
+	if m.fans.loads[r.ID] != nil || m.halves.GivenLoad(half.ID(r.ID)) {
+		m.endLoad(now, r.ID, end)
 	}
-	m.endLoadFanIn(now, r.ID, end)
 	m.halves.Settle(now)
 	for _, of := range m.halfOf(r.ID) {
 		if of.Given() && !fault.On("remapped-is-offered") {

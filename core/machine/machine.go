@@ -227,7 +227,6 @@ func (m *Machine) stepLoad(now time.Time, r core.LoadRequest) error {
 	return nil
 }
 
-// checkTarget checks what a claim or load is from.
 func (m *Machine) checkTarget(id core.TransferID, from core.Target) error {
 	if err := m.check(id); err != nil || from.Bootstrap != "" || from.EngineID != "" {
 		return err
@@ -246,7 +245,7 @@ func (m *Machine) stepCancel(now time.Time, e core.Cancel) error {
 	end := half.Ending{Code: core.Cancelled, Reason: cmp.Or(e.Reason, "cancelled by the decode engine")}
 	_, _, farewell := m.halves.Decodes(half.ID(e.ID))
 	decodes := slices.Contains([]bool{farewell, m.wasLost(e.ID), // and all that there are end:
-		m.halves.DropClaim(half.ID(e.ID), end), m.halves.EndLoad(now, half.ID(e.ID), end), m.dropClaimFanIn(e.ID, end), m.endLoadFanIn(now, e.ID, end)}, true)
+		m.dropClaim(e.ID, end), m.endLoad(now, e.ID, end)}, true)
 	m.halves.Settle(now)
 	if !decodes || m.halfOf(e.ID) != nil {
 		m.cancelOffer(now, e.ID, cmp.Or(e.Reason, "cancelled by the prefill engine"))
