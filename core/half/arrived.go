@@ -12,7 +12,7 @@ import (
 // StepLoadMessage returns the answer to D.
 func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, string) {
 	if t, gone := h.Ended.Get(ID(l.ID)); gone {
-		return t.Answer(l.ID, l.Peer)
+		return t.Answer(h.name(ID(l.ID)), l.Peer)
 	}
 	if err := l.CheckPeerLoad(h.layout, l.Match); err != nil {
 		return core.Refused, err.Error()
@@ -27,10 +27,10 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	if of != nil && of.state == offerRefused && of.peer == l.Peer { // D begins anew
 		h.reportOffer(now, of, of.stats)
 		t, _ := h.Ended.Get(ID(l.ID))
-		return t.Answer(l.ID, l.Peer)
+		return t.Answer(h.name(ID(l.ID)), l.Peer)
 	}
 	if of != nil {
-		if known, code, reason := of.knows(&l); known {
+		if known, code, reason := h.knows(of, &l); known {
 			return code, reason
 		}
 	}
@@ -51,12 +51,12 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 }
 
 // Answer is P's answer to a load of a transfer that has ended, to the D that loads it itself, or ("") a share of it.
-func (t *Tombstone) Answer(name core.TransferID, peer core.AgentID) (core.Code, string) {
+func (t *Tombstone) Answer(name string, peer core.AgentID) (core.Code, string) {
 	switch {
 	case t.nacked == peer && peer != "":
-		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", string(name), t.Reason)
+		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", name, t.Reason)
 	case t.Code == core.OK || t.Code == core.PeerCancelled:
-		return core.Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(name), t.Code)
+		return core.Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", name, t.Code)
 	}
 	return t.Code.AtPeer(), t.Reason
 }
@@ -64,17 +64,17 @@ func (t *Tombstone) Answer(name core.TransferID, peer core.AgentID) (core.Code, 
 // knows says whether a load needs no more than an answer: the transfer is another agent's,
 // or the same message came twice. A load of a D that starts over, since its first load got
 // no answer, needs more.
-func (of *Offer) knows(l *core.LoadMessage) (known bool, code core.Code, reason string) {
+func (h *Set) knows(of *Offer, l *core.LoadMessage) (known bool, code core.Code, reason string) {
 	switch {
 	case of.peer != "" && of.peer != l.Peer &&
 		!(fault.On("second-load") && of.state == offerPrefill) && !(fault.On("share-taken-twice") && of.share):
-		return true, core.Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
+		return true, core.Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", h.name(of.id), of.peer)
 	case of.voided != nil && slices.Contains(of.voided, digest(l.Grant)):
 		return true, core.OK, "" // it is late: D is to load anew
 	case of.load != nil && string(of.load.Grant) == string(l.Grant):
 		return true, core.OK, ""
 	case of.load != nil && of.state > offerAwaiting:
-		return true, core.Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
+		return true, core.Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", h.name(of.id), of.peer)
 	}
 	return false, core.OK, ""
 }

@@ -158,7 +158,7 @@ func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answ
 	case core.StatusEnded:
 		end = Ending{peerFailure(a.Code), a.Reason}
 	case core.StatusSent:
-		end = Ending{core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(id))}
+		end = Ending{core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", h.name(id))}
 	case core.StatusEarly, core.StatusPrefill, core.StatusOffered, core.StatusSending: // P keeps it
 	default:
 		return
@@ -251,7 +251,7 @@ func (h *Set) tickClaim(now time.Time, c *claim) {
 	case now.Before(c.until):
 		h.claimAgain(c)
 	default:
-		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(c.id), h.opt.Claim)
+		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", h.name(c.id), h.opt.Claim)
 		if h.opt.ReportClaims {
 			h.claimLost(c, Ending{core.Expired, reason})
 			return

@@ -264,10 +264,10 @@ func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 	switch a.Status {
 	case core.StatusEarly:
 		if passed(now, ld.nameBy) { // the agent took the place of the one that had the request
-			h.endLoad(now, ld, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, string(ld.id))}, true)
+			h.endLoad(now, ld, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, h.name(ld.id))}, true)
 		}
 	case core.StatusUnknown:
-		h.endLoad(now, ld, Ending{core.PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, string(ld.id))}, false)
+		h.endLoad(now, ld, Ending{core.PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, h.name(ld.id))}, false)
 	case core.StatusEnded:
 		h.endLoad(now, ld, Ending{peerFailure(a.Code), a.Reason}, false)
 	case core.StatusRestart:
@@ -279,7 +279,7 @@ func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 			return
 		}
 		if ld.sent++; ld.sent >= 3 {
-			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, string(ld.id))}, false)
+			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, h.name(ld.id))}, false)
 		}
 	}
 }

@@ -179,7 +179,7 @@ func (h *Set) offerLate(now time.Time, of *Offer) {
 	switch of.state {
 	case offerEarly:
 		h.Count.ExpiredEarly++
-		h.EndOffer(now, of, Ending{core.NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), h.opt.EarlyLoad)}, true)
+		h.EndOffer(now, of, Ending{core.NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", h.name(of.id), h.opt.EarlyLoad)}, true)
 	case offerPrefill:
 		if h.above.Demanded(of.id) {
 			h.EndOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.lease(of))}, true)
@@ -187,7 +187,7 @@ func (h *Set) offerLate(now time.Time, of *Offer) {
 		}
 		of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
 	case offerReady, offerAwaiting:
-		reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), h.opt.Lease)
+		reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", h.name(of.id), h.opt.Lease)
 		if of.peer != "" {
 			reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.opt.Lease)
 		}

@@ -166,7 +166,7 @@ func (h *Set) IDs(of core.Side) iter.Seq[ID] {
 	return maps.Keys(h.offers)
 }
 
-// name is what a text calls a half's transfer.
+// name is what a text calls a half's transfer: as the engine does.
 func (h *Set) name(id ID) string { return string(h.above.Name(id)) }
 
 // begin is called before a half is added: while there is none, perhaps nobody ticks.

@@ -45,7 +45,7 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 		return m.partThere(core.TransferID(part))
 	}
 	if t, gone := m.halves.Ended.Get(half.ID(id)); gone {
-		return t.Answer(id, "")
+		return t.Answer(string(id), "")
 	}
 	base := m.halves.Offer(half.ID(id))
 	peer, _ := m.halves.At(core.SideOffer, half.ID(id))
@@ -71,7 +71,7 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 // partThere says whether a part has not ended.
 func (m *Machine) partThere(part core.TransferID) (core.Code, string) {
 	if m.halves.Offer(half.ID(part)) == nil {
-		return core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(part))
+		return core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(nameOf(part)))
 	}
 	return core.OK, ""
 }
