@@ -152,7 +152,7 @@ func (h *Set) renewed(now time.Time, who Party, id ID, claim bool) core.Answer {
 }
 
 func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
-	c, ld := h.claims.get(ID(f.ID)), h.loads.get(ID(f.ID))
+	c, ld := h.claims.byID[ID(f.ID)], h.loads.byID[ID(f.ID)]
 	switch {
 	case c != nil && c.peer == f.From:
 		if f.Code != core.OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
@@ -169,14 +169,13 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 }
 
 func (h *Set) StepRestartMessage(now time.Time, r core.RestartMessage) {
-	if ld := h.loads.get(ID(r.ID)); ld != nil && ld.peer == r.From {
+	if ld := h.loads.byID[ID(r.ID)]; ld != nil && ld.peer == r.From {
 		h.restartLoad(now, ld, r.Digest)
 	}
 }
 
 // finishOffer takes D's word that its half has ended.
 func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reason string) {
-	from := who.agent
 	_, gone := h.Ended.Get(id)
 	of := h.offers[id]
 	if of == nil && !gone {
@@ -186,7 +185,7 @@ func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reaso
 	switch {
 	case of == nil && !gone:
 		h.Ended.addWord(who, id, Tombstone{Code: code, Reason: reason}) // the word overtook the load, or came before the engine's request
-	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // the transfer is another agent's
+	case of == nil, of.peer != "" && of.peer != who.agent && !fault.On("anybodys-finish"): // the transfer is another agent's
 	case code == core.OK && of.state.sending():
 		if fault.On("finish-before-written") {
 			h.reportOffer(now, of, core.TransferStats{})

@@ -163,7 +163,7 @@ func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answ
 	default:
 		return
 	}
-	c, ld := h.claims.get(id), h.loads.get(id)
+	c, ld := h.claims.byID[id], h.loads.byID[id]
 	switch {
 	case c != nil && (c.peer != peer || !c.state.atPeer()), ld != nil && (ld.peer != peer || !ld.state.kept()): // it is old
 	case c != nil && end.Code != core.OK:
@@ -225,7 +225,7 @@ func (c *claim) report(now time.Time) core.Report {
 
 // DropClaim ends a claim, and says whether there was one. If P is known or being looked up, P is told.
 func (h *Set) DropClaim(id ID, end Ending) bool {
-	c := h.claims.get(id)
+	c := h.claims.byID[id]
 	switch {
 	case c == nil:
 		return false

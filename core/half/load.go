@@ -82,7 +82,7 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 	ld := &load{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From, rank: rank, token: r.Token, since: now},
 		Selection: r.Selection, prompt: r.Prompt, started: now, endBy: now.Add(h.opt.Load)}
 	h.loadAfter(now, ld, r.After)
-	c := h.claims.get(ld.id)
+	c := h.claims.byID[ld.id]
 	switch {
 	case c != nil && c.from == ld.from:
 		h.continueClaim(now, ld, c)
@@ -159,7 +159,7 @@ func (h *Set) loadResolved(now time.Time, ld *load, e core.Resolved) {
 }
 
 func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil || ld.state != loadExpecting {
 		return
 	}
@@ -175,7 +175,7 @@ func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
 }
 
 func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil || ld.seq != e.Seq && !fault.On("stale-reply") || ld.state != loadRequesting {
 		return
 	}
@@ -230,7 +230,7 @@ func (h *Set) restartLoad(now time.Time, ld *load, which string) {
 }
 
 func (h *Set) StepReceived(now time.Time, e core.Received) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil || !ld.state.armed() {
 		return
 	}
@@ -245,7 +245,7 @@ func (h *Set) StepReceived(now time.Time, e core.Received) {
 }
 
 func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil {
 		return
 	}
@@ -286,7 +286,7 @@ func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 
 // EndLoad ends a load, of which P is told, and says whether there was one.
 func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
-	ld := h.loads.get(id)
+	ld := h.loads.byID[id]
 	switch {
 	case ld == nil:
 		return false

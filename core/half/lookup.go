@@ -26,7 +26,7 @@ func (h *Set) restPeers() {
 // StepResolvedParts has a half that was looked up go on as several, of these ids, one for each rank that was found. All of them are
 // there before the first goes on: it may learn that its agent is gone, and end the others.
 func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
-	if f := h.farewells.get(ID(r.ID)); f != nil && f.seq == r.Seq {
+	if f := h.farewells.byID[ID(r.ID)]; f != nil && f.seq == r.Seq {
 		for i := range r.Found {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
 				break
@@ -36,7 +36,7 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 		h.dropFarewell(f)
 	}
 	seq, after := h.seq+1, core.Moment(0)
-	if c := h.claims.get(ID(r.ID)); c != nil && c.seq == r.Seq && c.state.lookedUp() {
+	if c := h.claims.byID[ID(r.ID)]; c != nil && c.seq == r.Seq && c.state.lookedUp() {
 		was := c.state
 		h.claimTo(c, claimNone)
 		h.above.Divided(now, c.report(now), ids, r.Found)
@@ -47,7 +47,7 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 			h.claimTo(&part, was)
 		}
 	}
-	if ld := h.loads.get(ID(r.ID)); ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
+	if ld := h.loads.byID[ID(r.ID)]; ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
 		was := ld.state
 		after, ld.after = ld.after, 0 // its moment is awaited until the parts await it
 		h.loadTo(ld, loadNone)
@@ -68,16 +68,16 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 }
 
 func (h *Set) StepResolved(now time.Time, e core.Resolved) {
-	if f := h.farewells.get(ID(e.ID)); f != nil && f.seq == e.Seq {
+	if f := h.farewells.byID[ID(e.ID)]; f != nil && f.seq == e.Seq {
 		if e.Code == core.OK {
 			h.Act(core.SendFinish{Peer: e.Peer, ID: e.ID, Code: f.end.Code, Reason: f.end.Reason})
 		}
 		h.dropFarewell(f)
 	}
-	if c := h.claims.get(ID(e.ID)); c != nil && (c.seq == e.Seq || fault.On("stale-answer")) && c.state.lookedUp() {
+	if c := h.claims.byID[ID(e.ID)]; c != nil && (c.seq == e.Seq || fault.On("stale-answer")) && c.state.lookedUp() {
 		h.claimResolved(now, c, e)
 	}
-	if ld := h.loads.get(ID(e.ID)); ld != nil && (ld.seq == e.Seq || fault.On("stale-answer")) && ld.state.lookedUp() {
+	if ld := h.loads.byID[ID(e.ID)]; ld != nil && (ld.seq == e.Seq || fault.On("stale-answer")) && ld.state.lookedUp() {
 		h.loadResolved(now, ld, e)
 	}
 }

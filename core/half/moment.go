@@ -85,7 +85,7 @@ func (h *Set) awaitedBy(now time.Time, at core.Moment, offer func(*Offer), load 
 	}
 	delete(h.moments, at)
 	for _, w := range w.waiters {
-		of, ld := h.offers[w.id], h.loads.get(w.id)
+		of, ld := h.offers[w.id], h.loads.byID[w.id]
 		switch {
 		case w.side == core.SideOffer && of != nil && slices.ContainsFunc(of.growths, func(g growth) bool { return g.after == at }):
 			offer(of)

@@ -67,8 +67,13 @@ func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 	p.asking = false // again with the next tick
 	switch {
 	case e.Absent:
-		// The first was asked between two ticks.
-		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(h.absence(e.Away)/core.TickInterval), 1) {
+		// Nobody must have listened for the time in which D's link comes back, with much to spare. It is counted in ticks,
+		// since nobody can connect to a process that does not run. The first was asked between two ticks.
+		within := h.opt.PeerTimeout / 3
+		if e.Away || fault.On("gone-late") {
+			within = h.patience()
+		}
+		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(within/core.TickInterval), 1) {
 			return
 		}
 		p.gone, p.rest = true, h.offersOf(e.Peer)
@@ -101,14 +106,4 @@ func (h *Set) endGone(now time.Time) {
 		}
 		delete(h.probes, id)
 	}
-}
-
-// absence is how long nobody must have listened as a D before it counts as gone: the time
-// in which its link comes back, with much to spare. It is counted in ticks, since nobody
-// can connect to a process that does not run.
-func (h *Set) absence(away bool) time.Duration {
-	if away || fault.On("gone-late") {
-		return h.patience()
-	}
-	return h.opt.PeerTimeout / 3
 }

@@ -148,7 +148,7 @@ func (h *Set) StepRenewReplied(now time.Time, r core.RenewReplied) {
 	}
 	p.heard = now
 	for i, id := range r.Renewal.Loads {
-		if ld := h.loads.get(ID(id)); ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadWaiting {
+		if ld := h.loads.byID[ID(id)]; ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadWaiting {
 			h.loadRenewed(now, ld, r.Answers[i])
 			h.Settle(now)
 		}

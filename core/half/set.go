@@ -111,8 +111,6 @@ type halves[T interface{ withRank() bool }] struct {
 
 func newHalves[T interface{ withRank() bool }]() halves[T] { return halves[T]{byID: map[ID]T{}} }
 
-func (h *halves[T]) get(id ID) T { return h.byID[id] }
-
 func (h *halves[T]) put(id ID, v T) {
 	if _, there := h.byID[id]; !there && v.withRank() {
 		h.ranks++
@@ -137,7 +135,7 @@ func (h *Set) Len() int {
 
 // Decodes says whether there is such a half of D's, or an end of one of which P must still hear.
 func (h *Set) Decodes(id ID) (claim, load, farewell bool) {
-	return h.claims.get(id) != nil, h.loads.get(id) != nil, h.farewells.get(id) != nil
+	return h.claims.byID[id] != nil, h.loads.byID[id] != nil, h.farewells.byID[id] != nil
 }
 
 // Offer is P's half of this id; nil if there is none.

@@ -43,7 +43,7 @@ func (h *Set) OldestWait(now time.Time) time.Duration {
 
 // At is the agent at the other end of a half, "" if it is not known, and the half's state, "-" if there is no half.
 func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
-	of, ld, c := h.offers[id], h.loads.get(id), h.claims.get(id)
+	of, ld, c := h.offers[id], h.loads.byID[id], h.claims.byID[id]
 	switch {
 	case s == core.SideOffer && of != nil:
 		return of.peer, of.State()
@@ -52,7 +52,7 @@ func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
 		return ld.peer, ld.state.String()
 	case c != nil:
 		return c.peer, c.state.String()
-	case h.farewells.get(id) != nil:
+	case h.farewells.byID[id] != nil:
 		return "", "farewell"
 	}
 	return "", "-"
@@ -80,6 +80,6 @@ func (of *Offer) Given() bool {
 
 // GivenLoad says whether there is a load whose blocks may be written, or will be.
 func (h *Set) GivenLoad(id ID) bool {
-	ld := h.loads.get(id)
+	ld := h.loads.byID[id]
 	return ld != nil && ld.Count() > 0
 }

@@ -2,7 +2,6 @@ package machine
 
 import (
 	"fmt"
-	"strconv"
 	"strings"
 
 	"github.com/kvconn/kvconn/core"
@@ -32,30 +31,17 @@ func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	if !found || len(part) > MaxPartID {
 		return "", kv.Share{}, false
 	}
-	k, rest, _ := strings.Cut(text, "/")
-	of, source, _ := strings.Cut(rest, "@")
-	for _, f := range []struct {
-		text string
-		to   *int
-	}{{k, &s.K}, {of, &s.Of}, {source, &s.Source}} {
-		n, err := strconv.ParseUint(f.text, 10, 16)
-		if err != nil {
-			return "", kv.Share{}, false
-		}
-		*f.to = int(n)
-	}
+	_, err := fmt.Sscanf(text, "%d/%d@%d", &s.K, &s.Of, &s.Source)
 	id = core.TransferID(base)
-	return id, s, checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
+	return id, s, err == nil && checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
 }
 
 func checkID[T ~string](id T) error {
 	if len(id) == 0 || len(id) > core.MaxTransferID {
 		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
 	}
-	for i := 0; i < len(id); i++ {
-		if id[i] == 0 {
-			return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
-		}
+	if isPart(id) {
+		return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
 	}
 	return nil
 }
