@@ -18,11 +18,10 @@ import (
 // demanded reports an announced transfer when all the loads that it waits for are here. While the engine's cancel or Close ends
 // the shares of one, the last of them reports it.
 func (m *Machine) demanded(id core.TransferID) {
-	shares := m.halfOf(id)
-	if !m.demands[id] || m.closed || len(shares) == 0 {
+	if !m.demands[id] || m.closed {
 		return
 	}
-	first := uint32(math.MaxUint32)
+	shares, first := m.halfOf(id), uint32(math.MaxUint32)
 	for _, of := range shares {
 		l := of.Load()
 		if l == nil {
@@ -30,7 +29,9 @@ func (m *Machine) demanded(id core.TransferID) {
 		}
 		first = min(first, kv.OrZero(l.First, 0))
 	}
-	m.reportDemand(id, core.OK, "", first)
+	if len(shares) > 0 {
+		m.reportDemand(id, core.OK, "", first)
+	}
 }
 
 // prefill is the state of an offer that was announced.

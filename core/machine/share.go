@@ -2,6 +2,7 @@ package machine
 
 import (
 	"fmt"
+	"strconv"
 	"strings"
 
 	"github.com/kvconn/kvconn/core"
@@ -31,9 +32,13 @@ func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	if !found || len(part) > MaxPartID {
 		return "", kv.Share{}, false
 	}
-	_, err := fmt.Sscanf(text, "%d/%d@%d", &s.K, &s.Of, &s.Source)
+	k, rest, _ := strings.Cut(text, "/")
+	of, source, _ := strings.Cut(rest, "@")
+	s.K, _ = strconv.Atoi(k) // PartID does not write what is no number
+	s.Of, _ = strconv.Atoi(of)
+	s.Source, _ = strconv.Atoi(source)
 	id = core.TransferID(base)
-	return id, s, err == nil && checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
+	return id, s, checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
 }
 
 func checkID[T ~string](id T) error {
