@@ -50,7 +50,7 @@ type asked struct {
 	rank   bool // from is a rank of an engine, and has no others beside it
 	token  uint64
 	since  time.Time    // the engine's first word of it: its claim, if there was one
-	end    Ending       // of a claim: in claimVoid, or when it was lost
+	end    Ending       // how it ended, or ends: of a claim in claimVoid, or when it was lost
 	peer   core.AgentID // the P agent that it is with; "" while P is looked up
 	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
 	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request

@@ -134,9 +134,9 @@ func (h *Set) StepRenewReplied(now time.Time, r core.RenewReplied) {
 	}
 	p.asking = r.Renewal.More
 	h.noticePause(now)
-	err, asked := r.Err, len(r.Renewal.Loads)+len(r.Renewal.Claims)
-	if err == nil && !r.Absent && len(r.Answers) != asked {
-		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), asked)
+	err, n := r.Err, len(r.Renewal.Loads)+len(r.Renewal.Claims)
+	if err == nil && !r.Absent && len(r.Answers) != n {
+		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), n)
 	}
 	switch {
 	case r.Absent, err != nil && now.Sub(p.heard) >= h.patience():
