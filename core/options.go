@@ -43,11 +43,6 @@ type Options struct {
 
 // WithDefaults are the Options with the Defaults in the place of what is not set.
 func (o Options) WithDefaults() Options {
-	def := func(d *time.Duration, v time.Duration) {
-		if *d <= 0 {
-			*d = v
-		}
-	}
 	def(&o.Lease, Defaults.Lease)
 	def(&o.PeerTimeout, Defaults.PeerTimeout)
 	def(&o.EarlyLoad, Defaults.EarlyLoad)
@@ -55,13 +50,15 @@ func (o Options) WithDefaults() Options {
 	def(&o.Load, Defaults.Load)
 	def(&o.Offer, Defaults.Offer)
 	def(&o.MomentTimeout, Defaults.MomentTimeout)
-	if o.MaxTransfers <= 0 {
-		o.MaxTransfers = Defaults.MaxTransfers
-	}
-	if o.Ends <= 0 {
-		o.Ends = Defaults.Ends
-	}
+	def(&o.MaxTransfers, Defaults.MaxTransfers)
+	def(&o.Ends, Defaults.Ends)
 	return o
+}
+
+func def[T int | time.Duration](v *T, unset T) {
+	if *v <= 0 {
+		*v = unset
+	}
 }
 
 // Transition is one change of a half's state in one event, as the tables of doc.go

@@ -11,9 +11,8 @@ import (
 
 // StepLoadMessage returns the answer to D.
 func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, string) {
-	defer h.Settle(now)
 	if t, gone := h.Ended.Get(ID(l.ID)); gone {
-		return t.answer(&l)
+		return t.Answer(h.name(ID(l.ID)), l.Peer)
 	}
 	if err := l.CheckPeerLoad(h.layout, l.Match); err != nil {
 		return core.Refused, err.Error()
@@ -28,10 +27,10 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	if of != nil && of.state == offerRefused && of.peer == l.Peer { // D begins anew
 		h.reportOffer(now, of, of.stats)
 		t, _ := h.Ended.Get(ID(l.ID))
-		return t.answer(&l)
+		return t.Answer(h.name(ID(l.ID)), l.Peer)
 	}
 	if of != nil {
-		if known, code, reason := of.knows(&l); known {
+		if known, code, reason := h.knows(of, &l); known {
 			return code, reason
 		}
 	}
@@ -41,7 +40,7 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	of.load, of.peer, of.deadline = &l, l.Peer, now.Add(l.Lease)
 	h.above.Loaded(ID(l.ID))
 	if of.state == offerReady {
-		h.startWrite(now, of)
+		h.write(now, of)
 	} else {
 		h.extend(now, of)
 	}
@@ -51,18 +50,13 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	return core.OK, ""
 }
 
-// answer is P's answer to a load of a transfer that has ended.
-func (t *Tombstone) answer(l *core.LoadMessage) (core.Code, string) {
-	if t.nacked == l.Peer && t.nacked != "" {
-		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", string(l.ID), t.Reason)
-	}
-	return t.Answer(ID(l.ID))
-}
-
-// Answer is P's answer to any load of a transfer that has ended.
-func (t *Tombstone) Answer(id ID) (core.Code, string) {
-	if t.Code == core.OK || t.Code == core.PeerCancelled {
-		return core.Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", string(id), t.Code)
+// Answer is P's answer to a load of a transfer that has ended, to the D that loads it itself, or ("") a share of it.
+func (t *Tombstone) Answer(name string, peer core.AgentID) (core.Code, string) {
+	switch {
+	case t.nacked == peer && peer != "":
+		return core.Failed, fmt.Sprintf("transfer %q was begun for an earlier load, and that load was cancelled or its answer was lost: %s", name, t.Reason)
+	case t.Code == core.OK || t.Code == core.PeerCancelled:
+		return core.Refused, fmt.Sprintf("transfer %q has ended already (%s); each request needs a transfer_id of its own", name, t.Code)
 	}
 	return t.Code.AtPeer(), t.Reason
 }
@@ -70,17 +64,17 @@ func (t *Tombstone) Answer(id ID) (core.Code, string) {
 // knows says whether a load needs no more than an answer: the transfer is another agent's,
 // or the same message came twice. A load of a D that starts over, since its first load got
 // no answer, needs more.
-func (of *Offer) knows(l *core.LoadMessage) (known bool, code core.Code, reason string) {
+func (h *Set) knows(of *Offer, l *core.LoadMessage) (known bool, code core.Code, reason string) {
 	switch {
 	case of.peer != "" && of.peer != l.Peer &&
 		!(fault.On("second-load") && of.state == offerPrefill) && !(fault.On("share-taken-twice") && of.share):
-		return true, core.Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", string(l.ID), of.peer)
+		return true, core.Refused, fmt.Sprintf("transfer %q is being loaded by decode agent %s already", h.name(of.id), of.peer)
 	case of.voided != nil && slices.Contains(of.voided, digest(l.Grant)):
 		return true, core.OK, "" // it is late: D is to load anew
 	case of.load != nil && string(of.load.Grant) == string(l.Grant):
 		return true, core.OK, ""
 	case of.load != nil && of.state > offerAwaiting:
-		return true, core.Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", string(l.ID), of.peer)
+		return true, core.Refused, fmt.Sprintf("transfer %q is being sent to decode agent %s already", h.name(of.id), of.peer)
 	}
 	return false, core.OK, ""
 }
@@ -92,12 +86,8 @@ func (h *Set) StepRenewMessage(now time.Time, r core.RenewMessage) []core.Answer
 	}
 	who := partyOf(r.Account, r.From)
 	out := make([]core.Answer, 0, len(r.Loads)+len(r.Claims))
-	for _, id := range r.Loads {
-		out = append(out, h.renewed(now, who, ID(id), false))
-		h.Settle(now)
-	}
-	for _, id := range r.Claims {
-		out = append(out, h.renewed(now, who, ID(id), true))
+	for i, id := range slices.Concat(r.Loads, r.Claims) {
+		out = append(out, h.renewed(now, who, ID(id), i >= len(r.Loads)))
 		h.Settle(now)
 	}
 	return out
@@ -162,8 +152,7 @@ func (h *Set) renewed(now time.Time, who Party, id ID, claim bool) core.Answer {
 }
 
 func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
-	defer h.Settle(now)
-	c, ld := h.claims.get(ID(f.ID)), h.loads.get(ID(f.ID))
+	c, ld := h.claims.byID[ID(f.ID)], h.loads.byID[ID(f.ID)]
 	switch {
 	case c != nil && c.peer == f.From:
 		if f.Code != core.OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
@@ -180,14 +169,13 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 }
 
 func (h *Set) StepRestartMessage(now time.Time, r core.RestartMessage) {
-	if ld := h.loads.get(ID(r.ID)); ld != nil && ld.peer == r.From {
+	if ld := h.loads.byID[ID(r.ID)]; ld != nil && ld.peer == r.From {
 		h.restartLoad(now, ld, r.Digest)
 	}
 }
 
 // finishOffer takes D's word that its half has ended.
 func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reason string) {
-	from := who.agent
 	_, gone := h.Ended.Get(id)
 	of := h.offers[id]
 	if of == nil && !gone {
@@ -197,7 +185,7 @@ func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reaso
 	switch {
 	case of == nil && !gone:
 		h.Ended.addWord(who, id, Tombstone{Code: code, Reason: reason}) // the word overtook the load, or came before the engine's request
-	case of == nil, of.peer != "" && of.peer != from && !fault.On("anybodys-finish"): // the transfer is another agent's
+	case of == nil, of.peer != "" && of.peer != who.agent && !fault.On("anybodys-finish"): // the transfer is another agent's
 	case code == core.OK && of.state.sending():
 		if fault.On("finish-before-written") {
 			h.reportOffer(now, of, core.TransferStats{})
@@ -207,6 +195,6 @@ func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reaso
 		of.end = Ending{code, reason}
 		h.reportOffer(now, of, of.stats)
 	default:
-		h.endOffer(now, of, Ending{code, reason}, false)
+		h.EndOffer(now, of, Ending{code, reason}, false)
 	}
 }

@@ -35,38 +35,32 @@ func (s claimState) lookedUp() bool { return s == claimResolving || s == claimRe
 // claim is D's wish that P keeps a transfer until D has blocks for it.
 type claim struct {
 	asked
-	state claimState
-	token uint64
-	agents
-	since     time.Time  // the engine's word
+	state     claimState
 	until     time.Time  // end of a claim that no load follows
 	retryAt   time.Time  // in claimBackoff
 	replaceBy time.Time  // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
-	end       Ending     // how the claim ended: in claimVoid, or when it was lost
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
-// asked is what a claim or load was asked of.
+// asked is what a load takes over from its claim, beside the load's own seq and token.
 type asked struct {
-	id   ID
-	seq  uint64
-	from core.Target
-	rank bool // from is a rank of an engine, and has no others beside it
+	id     ID
+	seq    uint64
+	from   core.Target
+	rank   bool // from is a rank of an engine, and has no others beside it
+	token  uint64
+	since  time.Time    // the engine's first word of it: its claim, if there was one
+	end    Ending       // how it ended, or ends: of a claim in claimVoid, or when it was lost
+	peer   core.AgentID // the P agent that it is with; "" while P is looked up
+	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
+	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
+	nameBy time.Time    // if the agent opened after the request: until when its engine must name the request; zero: the agent was open before
 }
 
 func (a *asked) withRank() bool { return a.rank }
 
-// lookUp is how P's agent is looked up.
 func (a *asked) lookUp(fresh bool) core.Resolve {
 	return core.Resolve{ID: core.TransferID(a.id), Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
-}
-
-// agents are the P agents that a claim or load has been with.
-type agents struct {
-	peer   core.AgentID // the agent it is with; "" while P is looked up
-	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
-	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
-	nameBy time.Time    // if the agent opened after the request: until when its engine must name the request; zero: the agent was open before
 }
 
 // Ending is how a half ends.
@@ -77,8 +71,8 @@ type Ending struct {
 
 // replaced says why the agent that took another's place cannot have the request; "" if it
 // can. younger says that this agent opened after the request.
-func (a *agents) replaced(by core.AgentID, younger bool) string {
-	switch {
+func (a *asked) replaced(younger bool) string {
+	switch by := a.peer; {
 	case a.keeper != "" && a.keeper != by:
 		return fmt.Sprintf("prefill agent %s was replaced by agent %s, and only %s had the request: send the request again", a.keeper, by, a.keeper)
 	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
@@ -87,7 +81,7 @@ func (a *agents) replaced(by core.AgentID, younger bool) string {
 	return ""
 }
 
-func (a *agents) noSuccessor() string {
+func (a *asked) noSuccessor() string {
 	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
 }
 
@@ -96,7 +90,7 @@ func (h *Set) Claim(now time.Time, r core.ClaimRequest) {
 	h.Count.Claimed++
 	h.begin(now)
 	h.seq++
-	c := &claim{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From}, token: r.Token, since: now, until: now.Add(h.opt.Claim)}
+	c := &claim{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From, token: r.Token, since: now}, until: now.Add(h.opt.Claim)}
 	h.claimTo(c, claimResolving, c.lookUp(false))
 }
 
@@ -109,33 +103,31 @@ func (h *Set) claimTo(c *claim, next claimState, does ...core.Action) {
 		h.farewells.drop(c.id)
 		h.claims.put(c.id, c)
 	}
-	h.moved("claim", c.id, c.state, next)
+	h.taken.moved("claim", c.id, c.state, next)
 	c.state = next
 	h.Act(does...)
 }
 
-// claimResolved takes the outcome of a claim's look-up.
-func (h *Set) claimResolved(now time.Time, c *claim, peer core.AgentID, opened time.Time, end Ending) {
+func (h *Set) claimResolved(now time.Time, c *claim, e core.Resolved) {
 	switch {
-	case end.Code == core.Unreachable && fault.On("claim-dropped"):
-		h.dropClaim(c, end)
+	case e.Code == core.Unreachable && fault.On("claim-dropped"):
+		h.DropClaim(c.id, Ending{e.Code, e.Reason})
 		return
-	case end.Code == core.Unreachable: // P's agent may not be up yet
+	case e.Code == core.Unreachable: // P's agent may not be up yet
 		h.claimLater(now, c)
 		return
-	case end.Code != core.OK:
-		h.loseClaim(c, end)
+	case e.Code != core.OK:
+		h.loseClaim(c, Ending{e.Code, e.Reason})
 		return
 	}
 	c.replaceBy = time.Time{}
-	younger := h.found(now, &c.agents, c.since, peer, opened)
-	if reason := c.replaced(peer, younger); reason != "" {
+	if reason := h.found(now, &c.asked, e); reason != "" {
 		h.loseClaim(c, Ending{core.PeerLost, reason})
 		return
 	}
 	h.claimTo(c, claimAsked)
-	h.watch(now, peer)
-	if p := h.peers[peer]; !p.fresh {
+	h.watch(now, c.peer)
+	if p := h.peers[c.peer]; !p.fresh {
 		p.fresh = true // a thousand claims that come one by one make two messages
 		if !p.asking {
 			h.tickPeers(now)
@@ -149,7 +141,6 @@ func (h *Set) claimLater(now time.Time, c *claim) {
 	c.peer, c.retryAt = "", now.Add(h.opt.PeerTimeout)
 }
 
-// claimAgain looks P's agent up again.
 func (h *Set) claimAgain(c *claim) {
 	state := claimResolving
 	if c.former != "" {
@@ -159,29 +150,32 @@ func (h *Set) claimAgain(c *claim) {
 	h.claimTo(c, state, c.lookUp(true))
 }
 
-// claimAnswered takes P's answer to a renewal. If P has no place for the claim now,
-// the next renewal asks again.
-func (h *Set) claimAnswered(now time.Time, c *claim, a core.Answer) {
-	if kept, end := ofClaim(&a, c.id); kept {
-		h.claimTo(c, claimKept)
-		c.keeper = c.peer
-	} else if end.Code != core.OK {
-		h.loseClaim(c, end)
-	}
-}
-
-// ofClaim says whether P keeps a claim, or how the claim has ended. If it says neither, P
-// has no place for the claim.
-func ofClaim(a *core.Answer, id ID) (kept bool, end Ending) {
+// claimAnswered takes P's answer to a renewal of a claim, or of a load that it keeps as one. If P has no place for
+// the claim now, the next renewal asks again.
+func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answer) {
+	var end Ending
 	switch a.Status {
 	case core.StatusEnded:
-		return false, Ending{peerFailure(a.Code), a.Reason}
+		end = Ending{peerFailure(a.Code), a.Reason}
 	case core.StatusSent:
-		return false, Ending{core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(id))}
-	case core.StatusEarly, core.StatusPrefill, core.StatusOffered, core.StatusSending:
-		return true, Ending{}
+		end = Ending{core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", h.name(id))}
+	case core.StatusEarly, core.StatusPrefill, core.StatusOffered, core.StatusSending: // P keeps it
+	default:
+		return
 	}
-	return false, Ending{}
+	c, ld := h.claims.byID[id], h.loads.byID[id]
+	switch {
+	case c != nil && (c.peer != peer || !c.state.atPeer()), ld != nil && (ld.peer != peer || !ld.state.kept()): // it is old
+	case c != nil && end.Code != core.OK:
+		h.loseClaim(c, end)
+	case c != nil:
+		h.claimTo(c, claimKept)
+		c.keeper = c.peer
+	case ld != nil && end.Code != core.OK:
+		h.endLoad(now, ld, end, false)
+	case ld != nil:
+		ld.keeper = ld.peer
+	}
 }
 
 // claimPeerGone: P's agent does not answer any more. absent: nobody listens there.
@@ -229,54 +223,44 @@ func (c *claim) report(now time.Time) core.Report {
 		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.former), From: c.from}
 }
 
-// DropClaim ends a claim, and says whether there was one.
+// DropClaim ends a claim, and says whether there was one. If P is known or being looked up, P is told.
 func (h *Set) DropClaim(id ID, end Ending) bool {
-	c := h.claims.get(id)
-	if c != nil {
-		h.dropClaim(c, end)
-	}
-	return c != nil
-}
-
-// dropClaim ends a claim. If P is known or being looked up, P is told.
-func (h *Set) dropClaim(c *claim, end Ending) {
+	c := h.claims.byID[id]
 	switch {
+	case c == nil:
+		return false
 	case c.state.atPeer() && !fault.On("no-finish-of-claims") && !(fault.On("lost-others-untold") && h.taken.event == "PartFails"):
 		h.claimTo(c, claimNone, core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: end.Code, Reason: end.Reason})
 	case c.state.lookedUp() && end.Code == core.Cancelled:
 		h.claimTo(c, claimNone)
-		h.farewells.put(c.id, &farewell{c.asked, end})
+		h.farewell(c.asked, end)
 	default:
 		h.claimTo(c, claimNone)
 	}
 	h.restPeers()
 	h.outcomes = append(h.outcomes, outcome{claim: c, over: true})
+	return true
 }
 
 // tickClaim ends a claim that no load has followed, or whose P is gone without a
 // successor. It looks again for a P that was not found.
 func (h *Set) tickClaim(now time.Time, c *claim) {
 	switch {
-	case c.isLost(now):
+	case passed(now, c.replaceBy):
 		h.claimLost(c, Ending{core.PeerLost, c.noSuccessor()})
 	case now.Before(c.until):
 		h.claimAgain(c)
 	default:
-		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", string(c.id), h.opt.Claim)
+		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", h.name(c.id), h.opt.Claim)
 		if h.opt.ReportClaims {
 			h.claimLost(c, Ending{core.Expired, reason})
 			return
 		}
-		h.dropClaim(c, Ending{core.Cancelled, reason})
+		h.DropClaim(c.id, Ending{core.Cancelled, reason})
 	}
 }
 
 // due says whether tickClaim has something to do.
 func (c *claim) due(now time.Time) bool {
-	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || c.isLost(now)
-}
-
-// isLost: no agent has taken the place of the agent that the claim was for.
-func (c *claim) isLost(now time.Time) bool {
-	return !c.replaceBy.IsZero() && !now.Before(c.replaceBy)
+	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || passed(now, c.replaceBy)
 }

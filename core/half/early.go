@@ -1,6 +1,7 @@
 package half
 
 import (
+	"container/list"
 	"fmt"
 	"slices"
 	"time"
@@ -67,16 +68,13 @@ func (h *Set) trimEarly(now time.Time) {
 			h.yield()
 			return
 		}
-		h.giveWay(now, scarce.accounts.most().newest())
+		h.giveWay(now, scarce.accounts.most().outermost((*list.List).Back))
 	}
 }
 
 // giveWay ends an early transfer, all shares of it. If no share is loaded, nobody need be told.
 func (h *Set) giveWay(now time.Time, s *stake) {
 	ids, told := h.above.Shares(s.id), fault.On("claims-told")
-	if ids == nil {
-		ids = []core.TransferID{core.TransferID(s.id)}
-	}
 	if fault.On("shares-give-way-apart") {
 		lives := func(id core.TransferID) bool { return h.offers[ID(id)] != nil }
 		ids, told = ids[slices.IndexFunc(ids, lives):][:1], true
@@ -89,7 +87,8 @@ func (h *Set) giveWay(now time.Time, s *stake) {
 		switch of := h.offers[ID(id)]; {
 		case of == nil: // it has ended
 		case told:
-			h.endOffer(now, of, Ending{core.Refused, noRoom}, true)
+			noRoom := "the prefill engine has no room for so many claims and loads of requests that it does not know"
+			h.EndOffer(now, of, Ending{core.Refused, noRoom}, true)
 			h.Settle(now)
 		default: // as if it had not come
 			h.offerTo(of, offerNone)
@@ -104,8 +103,6 @@ func (h *Set) giveWay(now time.Time, s *stake) {
 		clear(h.probes) // as in reportOffer
 	}
 }
-
-const noRoom = "the prefill engine has no room for so many claims and loads of requests that it does not know"
 
 // cameEarly counts an early offer: at the place of its transfer, nil if it is the first of it.
 func (h *Set) cameEarly(of *Offer, at *earlyPlace, who Party) *earlyPlace {
@@ -140,14 +137,7 @@ func (h *Set) holdBlocks(at *earlyPlace, more int) {
 	}
 }
 
-// keepEarlyLoad gives an early offer a load, in the place of an earlier one.
-func (h *Set) keepEarlyLoad(of *Offer, l *core.LoadMessage) {
-	h.holdBlocks(of.place, l.Count()-of.loadBlocks())
-	h.earlyOf.harden(of.place.offers)
-	of.load, of.peer = l, l.Peer
-}
-
-// loadEarly keeps a load whose request P's engine has not named.
+// loadEarly keeps a load whose request P's engine has not named, in the place of an earlier one.
 func (h *Set) loadEarly(now time.Time, of *Offer, l *core.LoadMessage) (core.Code, string) {
 	who, places, more := partyOf(l.Account, l.Peer), 1, l.Count()
 	if of != nil {
@@ -159,7 +149,9 @@ func (h *Set) loadEarly(now time.Time, of *Offer, l *core.LoadMessage) (core.Cod
 	if of == nil {
 		of = h.addEarly(now, ID(l.ID), who)
 	}
-	h.keepEarlyLoad(of, l)
+	h.holdBlocks(of.place, l.Count()-of.loadBlocks())
+	h.earlyOf.harden(of.place.offers)
+	of.load, of.peer = l, l.Peer
 	return core.OK, ""
 }
 

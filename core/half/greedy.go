@@ -1,6 +1,7 @@
 package half
 
 import (
+	"cmp"
 	"container/heap"
 	"container/list"
 
@@ -51,7 +52,6 @@ type stake struct {
 	el     *list.Element
 }
 
-// of is the weight of a holder.
 func (r *ranking) of(name string) int {
 	if h := r.byName[name]; h != nil {
 		return h.weight
@@ -104,7 +104,6 @@ func (g *greedy) change(s *stake, more int) {
 	}
 }
 
-// harden makes a stake firm.
 func (g *greedy) harden(s *stake) {
 	if s.firm {
 		return
@@ -135,25 +134,14 @@ func (g *greedy) gives(who Party, more int) *stake {
 			return nil
 		}
 	}
-	return most.newest()
+	return most.outermost((*list.List).Back)
 }
 
-// newest is the newest stake of the agent of an account that holds the most. Those that are not firm come first.
-func (h *holding) newest() *stake {
+// outermost is the newest (Back) or oldest (Front) stake of the agent of an account that holds the most. Those that are not
+// firm come first.
+func (h *holding) outermost(of func(*list.List) *list.Element) *stake {
 	agent := h.agents.most()
-	if el := agent.soft.Back(); el != nil {
-		return el.Value.(*stake)
-	}
-	return agent.firm.Back().Value.(*stake)
-}
-
-// oldest is the oldest stake of the agent that holds the most, in the account that holds the most; there is one.
-func (g *greedy) oldest() *stake {
-	agent := g.accounts.most().agents.most()
-	if el := agent.soft.Front(); el != nil {
-		return el.Value.(*stake)
-	}
-	return agent.firm.Front().Value.(*stake)
+	return cmp.Or(of(&agent.soft), of(&agent.firm)).Value.(*stake)
 }
 
 // holdings are a heap with the greatest weight on top. Of equal ones the first by name is on top,

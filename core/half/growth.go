@@ -31,19 +31,7 @@ func (h *Set) grows(now time.Time, of *Offer, g growth) bool {
 	}
 	g.ready, g.regions = slices.Clone(g.ready), slices.Clone(g.regions) // the caller's
 	of.growths = append(of.growths, g)
-	if g.after != 0 {
-		h.await(now, g.after, core.SideOffer, of.id)
-	}
-	return false
-}
-
-// awaits says whether an offer waits for a moment.
-func (of *Offer) awaits(at core.Moment) bool {
-	for i := range of.growths {
-		if of.growths[i].after == at {
-			return true
-		}
-	}
+	h.await(now, g.after, core.SideOffer, of.id)
 	return false
 }
 

@@ -61,7 +61,7 @@ func (h *Set) checkClaims() {
 	for id, c := range h.claims.byID {
 		invariants.Must(!h.opt.ReportClaims || c.state != claimVoid, "claim %q is lost (%v) and not reported", id, c.end.Code)
 		invariants.Must(c.id == id && c.state <= claimVoid, "claim %q is kept as %q in state %v", c.id, id, c.state)
-		invariants.Must(h.loads.get(id) == nil && h.farewells.get(id) == nil, "claim %q has another half beside it", id)
+		invariants.Must(h.loads.byID[id] == nil && h.farewells.byID[id] == nil, "claim %q has another half beside it", id)
 		invariants.Must((c.state == claimVoid) == (c.end.Code != core.OK), "claim %q in state %v ends as %v", id, c.state, c.end.Code)
 		invariants.Must(!c.state.lookedUp() || c.peer == "", "claim %q is with %q in state %v", id, c.peer, c.state)
 		invariants.Must((c.state == claimKept) == (c.keeper != "") || c.state == claimVoid, "claim %q is kept by %q in state %v", id, c.keeper, c.state)
@@ -73,7 +73,7 @@ func (h *Set) checkClaims() {
 func (h *Set) checkLoads() (busy int) {
 	for id, ld := range h.loads.byID {
 		invariants.Must(ld.id == id && ld.state <= loadEnding, "load %q is kept as %q in state %v", ld.id, id, ld.state)
-		invariants.Must(h.farewells.get(id) == nil, "load %q has another half beside it", id)
+		invariants.Must(h.farewells.byID[id] == nil, "load %q has another half beside it", id)
 		invariants.Must(ld.state.lookedUp() == (ld.peer == ""), "load %q is with %q in state %v", id, ld.peer, ld.state)
 		invariants.Must(ld.state != loadEnding || ld.end.Code != core.OK, "load %q ends well in state %v", id, ld.state)
 		invariants.Must(ld.state == loadEnding || ld.end.Code == core.OK, "load %q ends as %v in state %v", id, ld.end.Code, ld.state)
@@ -115,11 +115,11 @@ func (h *Set) checkEarly() {
 	invariants.Must(places == h.early && blocks == h.earlyBlocks && held == blocks, "%d early offers of %d blocks, counted %d of %d, weights %d", places, blocks, h.early, h.earlyBlocks, held)
 	invariants.Must(h.early <= h.opt.MaxTransfers && h.earlyBlocks <= maxEarlyBlocks || h.yielded, "%d early offers of %d blocks, and nothing gives way", h.early, h.earlyBlocks)
 	words := 0
-	h.Ended.words.of.check(func(s *stake) {
-		invariants.Must(h.Ended.words.byID[s.id].of == s, "the word of %q is counted for %v and is none of its", s.id, s.who)
+	h.Ended.of.check(func(s *stake) {
+		invariants.Must(h.Ended.words[s.id].of == s, "the word of %q is counted for %v and is none of its", s.id, s.who)
 		words++
 	})
-	invariants.Must(words == len(h.Ended.words.byID) && words <= h.Ended.words.limit, "%d words, counted %d", len(h.Ended.words.byID), words)
+	invariants.Must(words == len(h.Ended.words) && words <= h.Ended.own.limit, "%d words, counted %d", len(h.Ended.words), words)
 }
 
 // check checks that each weight is the sum of its parts, and calls f for each stake.

@@ -43,21 +43,17 @@ func (s loadState) armed() bool {
 type load struct {
 	asked
 	state loadState
-	token uint64
 	kv.Selection
-	prompt uint64      // of LoadRequest
-	after  core.Moment // of LoadRequest; 0 when it has passed
-	agents
+	prompt  uint64      // of LoadRequest
+	after   core.Moment // of LoadRequest; 0 when it has passed
 	started time.Time
 	endBy   time.Time // whatever P says
-	since   time.Time // the engine's first word of it: its claim, if there was one
 	begun   time.Time // when P's agent became known: it is asked for the load since then
 	until   time.Time // in loadRelocating, and in loadMoving: when another agent must have been found
 	held    time.Time // by this agent's own memory since then, in loadExpecting and loadRestarting
 	grant   []byte    // of the transport
 	sent    int       // renewals that said "sent" while bytes were missing
 	endedIn string    // state in which the end began
-	end     Ending
 	stats   core.TransferStats
 }
 
@@ -71,7 +67,7 @@ func (h *Set) loadTo(ld *load, next loadState, does ...core.Action) {
 		h.farewells.drop(ld.id)
 		h.loads.put(ld.id, ld)
 	}
-	h.moved("load", ld.id, ld.state, next)
+	h.taken.moved("load", ld.id, ld.state, next)
 	ld.state = next
 	h.Act(does...)
 }
@@ -83,28 +79,27 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 	}
 	h.begin(now)
 	h.seq++ // a cancelled half of the id is void: P hears of the id by this load
-	ld := &load{asked: asked{ID(r.ID), h.seq, r.From, rank}, token: r.Token, Selection: r.Selection, prompt: r.Prompt, started: now, since: now, endBy: now.Add(h.opt.Load)}
+	ld := &load{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From, rank: rank, token: r.Token, since: now},
+		Selection: r.Selection, prompt: r.Prompt, started: now, endBy: now.Add(h.opt.Load)}
 	h.loadAfter(now, ld, r.After)
-	c := h.claims.get(ld.id)
+	c := h.claims.byID[ld.id]
 	switch {
 	case c != nil && c.from == ld.from:
 		h.continueClaim(now, ld, c)
 		return
 	case c != nil:
-		h.dropClaim(c, Ending{core.Cancelled, "the decode engine loads it from another engine"})
+		h.DropClaim(c.id, Ending{core.Cancelled, "the decode engine loads it from another engine"})
 	}
 	h.loadTo(ld, loadResolving, ld.lookUp(false))
 }
 
 // continueClaim begins a load at the point that its claim has reached.
 func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
-	was := c.state
+	was, seq, token := c.state, ld.seq, ld.token
 	h.claimTo(c, claimNone)
-	ld.agents, ld.end = c.agents, c.end
-	ld.since, ld.until = c.since, now.Add(h.patience())
-	if !ld.nameBy.IsZero() {
-		ld.nameBy = later(ld.nameBy, now.Add(h.opt.PeerTimeout/3))
-	}
+	ld.asked, ld.until = c.asked, now.Add(h.patience())
+	ld.seq, ld.token = seq, token
+	h.nameLater(now, ld)
 	switch {
 	case was.atPeer():
 		ld.endedIn = "claimed"
@@ -119,6 +114,13 @@ func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
 		h.loadTo(ld, loadResolving, ld.lookUp(false))
 	default:
 		h.loadTo(ld, loadRelocating, ld.lookUp(false))
+	}
+}
+
+// nameLater gives the engine of P's new agent some time to name what goes on only now.
+func (h *Set) nameLater(now time.Time, ld *load) {
+	if !ld.nameBy.IsZero() {
+		ld.nameBy = later(ld.nameBy, now.Add(h.opt.PeerTimeout/3))
 	}
 }
 
@@ -142,11 +144,10 @@ func (h *Set) proceed(now time.Time, ld *load) {
 	h.loadTo(ld, loadExpecting, core.Expect{ID: core.TransferID(ld.id), Peer: ld.peer, Selection: ld.Selection})
 }
 
-// loadResolved takes the outcome of a load's look-up.
-func (h *Set) loadResolved(now time.Time, ld *load, peer core.AgentID, opened time.Time, end Ending) {
-	if end.Code == core.OK {
-		younger := h.found(now, &ld.agents, ld.since, peer, opened)
-		reason := ld.replaced(peer, younger)
+func (h *Set) loadResolved(now time.Time, ld *load, e core.Resolved) {
+	end := Ending{e.Code, e.Reason}
+	if e.Code == core.OK {
+		reason := h.found(now, &ld.asked, e)
 		if reason == "" {
 			h.proceed(now, ld)
 			return
@@ -158,29 +159,26 @@ func (h *Set) loadResolved(now time.Time, ld *load, peer core.AgentID, opened ti
 }
 
 func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil || ld.state != loadExpecting {
 		return
 	}
-	defer h.Settle(now)
 	switch {
 	case e.Err != nil && ld.former == "" && !errors.Is(e.Err, core.ErrMemory):
 		h.move(ld, now.Add(h.patience()), false) // what is remembered of P is out of date, most likely
-		return
 	case e.Err != nil:
 		h.endLoad(now, ld, Ending{core.Failed, e.Err.Error()}, true)
-		return
+	default:
+		ld.grant = e.Grant
+		h.loadTo(ld, loadRequesting, core.SendLoad{ID: core.TransferID(ld.id), Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
 	}
-	ld.grant = e.Grant
-	h.loadTo(ld, loadRequesting, core.SendLoad{ID: core.TransferID(ld.id), Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
 }
 
 func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil || ld.seq != e.Seq && !fault.On("stale-reply") || ld.state != loadRequesting {
 		return
 	}
-	defer h.Settle(now)
 	switch {
 	case e.Answer == core.LoadAccepted:
 		h.loadTo(ld, loadWaiting)
@@ -232,11 +230,10 @@ func (h *Set) restartLoad(now time.Time, ld *load, which string) {
 }
 
 func (h *Set) StepReceived(now time.Time, e core.Received) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil || !ld.state.armed() {
 		return
 	}
-	defer h.Settle(now)
 	ld.stats = e.Stats
 	if e.Err != nil {
 		// P may live, though its connections broke, and hold blocks for this load.
@@ -248,11 +245,10 @@ func (h *Set) StepReceived(now time.Time, e core.Received) {
 }
 
 func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
-	ld := h.loads.get(ID(e.ID))
+	ld := h.loads.byID[ID(e.ID)]
 	if ld == nil {
 		return
 	}
-	defer h.Settle(now)
 	switch ld.state {
 	case loadRestarting:
 		h.proceed(now, ld)
@@ -264,15 +260,14 @@ func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
 	}
 }
 
-// loadRenewed takes P's answer to a renewal.
 func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 	switch a.Status {
 	case core.StatusEarly:
-		if !ld.nameBy.IsZero() && !now.Before(ld.nameBy) { // the agent took the place of the one that had the request
-			h.endLoad(now, ld, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, string(ld.id))}, true)
+		if passed(now, ld.nameBy) { // the agent took the place of the one that had the request
+			h.endLoad(now, ld, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, h.name(ld.id))}, true)
 		}
 	case core.StatusUnknown:
-		h.endLoad(now, ld, Ending{core.PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, string(ld.id))}, false)
+		h.endLoad(now, ld, Ending{core.PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, h.name(ld.id))}, false)
 	case core.StatusEnded:
 		h.endLoad(now, ld, Ending{peerFailure(a.Code), a.Reason}, false)
 	case core.StatusRestart:
@@ -284,14 +279,14 @@ func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 			return
 		}
 		if ld.sent++; ld.sent >= 3 {
-			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, string(ld.id))}, false)
+			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, h.name(ld.id))}, false)
 		}
 	}
 }
 
 // EndLoad ends a load, of which P is told, and says whether there was one.
 func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
-	ld := h.loads.get(id)
+	ld := h.loads.byID[id]
 	switch {
 	case ld == nil:
 		return false
@@ -308,25 +303,21 @@ func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
 // endLoad brings D's half to an end other than success; tell says whether P must be told.
 // A load that is ending already keeps its first end.
 func (h *Set) endLoad(now time.Time, ld *load, end Ending, tell bool) {
-	switch ld.state {
-	case loadEnding:
+	if ld.state == loadEnding {
 		return
-	case loadResolving, loadRelocating:
-		ld.end = end
-		if tell && !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
-			h.farewells.put(ld.id, &farewell{ld.asked, end})
-		}
-		h.reportLoad(ld)
-		return
-	case loadMoving:
-		tell = false // nobody is there
 	}
 	ld.end = end
-	if tell && !(fault.On("no-finish") && end.Code == core.Cancelled) {
+	switch {
+	case !tell, ld.state == loadMoving: // nobody is there
+	case ld.state.lookedUp():
+		if !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
+			h.farewell(ld.asked, end)
+		}
+	case !(fault.On("no-finish") && end.Code == core.Cancelled):
 		h.Act(core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: end.Code, Reason: end.Reason})
 	}
 	switch {
-	case ld.state == loadAwaiting: // nothing is armed
+	case ld.state.lookedUp(), ld.state == loadAwaiting: // nothing is armed
 		h.reportLoad(ld)
 		return
 	case !ld.state.armed():

@@ -7,12 +7,12 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// farewell is an end of which P must still be told: the engine has cancelled the claim or
+// farewell keeps an end of which P must still be told: the engine has cancelled the claim or
 // load while P's agent was being looked up. It is kept until P is found. A new claim or load
 // of the id voids it: P then hears of the id by the new one.
-type farewell struct {
-	asked
-	end Ending
+func (h *Set) farewell(a asked, end Ending) {
+	a.end = end
+	h.farewells.put(a.id, &a)
 }
 
 // restPeers forgets all P agents when nothing waits for one. Tick forgets them one by one,
@@ -26,8 +26,7 @@ func (h *Set) restPeers() {
 // StepResolvedParts has a half that was looked up go on as several, of these ids, one for each rank that was found. All of them are
 // there before the first goes on: it may learn that its agent is gone, and end the others.
 func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
-	defer h.Settle(now)
-	if f := h.farewells.get(ID(r.ID)); f != nil && f.seq == r.Seq {
+	if f := h.farewells.byID[ID(r.ID)]; f != nil && f.seq == r.Seq {
 		for i := range r.Found {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
 				break
@@ -37,18 +36,18 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 		h.dropFarewell(f)
 	}
 	seq, after := h.seq+1, core.Moment(0)
-	if c := h.claims.get(ID(r.ID)); c != nil && c.seq == r.Seq && c.state.lookedUp() {
+	if c := h.claims.byID[ID(r.ID)]; c != nil && c.seq == r.Seq && c.state.lookedUp() {
 		was := c.state
 		h.claimTo(c, claimNone)
 		h.above.Divided(now, c.report(now), ids, r.Found)
 		for i := range r.Found {
 			h.seq++
 			part := *c // what was tried before
-			part.asked = asked{ID(ids[i]), h.seq, r.Found[i].From, true}
+			part.id, part.seq, part.from, part.rank = ID(ids[i]), h.seq, r.Found[i].From, true
 			h.claimTo(&part, was)
 		}
 	}
-	if ld := h.loads.get(ID(r.ID)); ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
+	if ld := h.loads.byID[ID(r.ID)]; ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
 		was := ld.state
 		after, ld.after = ld.after, 0 // its moment is awaited until the parts await it
 		h.loadTo(ld, loadNone)
@@ -56,49 +55,44 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 		for i := range r.Found {
 			h.seq++
 			part := *ld // what was claimed or tried before
-			part.asked, part.Selection = asked{ID(ids[i]), h.seq, r.Found[i].From, true}, ld.Cut(h.layout, r.Found[i].Regions)
+			part.id, part.seq, part.from, part.rank = ID(ids[i]), h.seq, r.Found[i].From, true
+			part.Selection = ld.Cut(h.layout, r.Found[i].Regions)
 			h.loadAfter(now, &part, fault.Pick("found-parts-at-once", after, 0))
 			h.loadTo(&part, was)
 		}
 	}
 	for i := range r.Found {
-		h.resolved(now, ID(ids[i]), seq+uint64(i), r.Found[i].Peer, r.Found[i].Opened, Ending{})
+		h.StepResolved(now, core.Resolved{ID: ids[i], Seq: seq + uint64(i), Peer: r.Found[i].Peer, Opened: r.Found[i].Opened})
 	}
 	h.awaitNot(after)
 }
 
-// StepResolved takes the outcome of a look-up.
 func (h *Set) StepResolved(now time.Time, e core.Resolved) {
-	h.resolved(now, ID(e.ID), e.Seq, e.Peer, e.Opened, Ending{e.Code, e.Reason})
-	h.Settle(now)
-}
-
-func (h *Set) resolved(now time.Time, id ID, seq uint64, peer core.AgentID, opened time.Time, end Ending) {
-	if f := h.farewells.get(id); f != nil && f.seq == seq {
-		if end.Code == core.OK {
-			h.Act(core.SendFinish{Peer: peer, ID: core.TransferID(id), Code: f.end.Code, Reason: f.end.Reason})
+	if f := h.farewells.byID[ID(e.ID)]; f != nil && f.seq == e.Seq {
+		if e.Code == core.OK {
+			h.Act(core.SendFinish{Peer: e.Peer, ID: e.ID, Code: f.end.Code, Reason: f.end.Reason})
 		}
 		h.dropFarewell(f)
 	}
-	if c := h.claims.get(id); c != nil && (c.seq == seq || fault.On("stale-answer")) && c.state.lookedUp() {
-		h.claimResolved(now, c, peer, opened, end)
+	if c := h.claims.byID[ID(e.ID)]; c != nil && (c.seq == e.Seq || fault.On("stale-answer")) && c.state.lookedUp() {
+		h.claimResolved(now, c, e)
 	}
-	if ld := h.loads.get(id); ld != nil && (ld.seq == seq || fault.On("stale-answer")) && ld.state.lookedUp() {
-		h.loadResolved(now, ld, peer, opened, end)
+	if ld := h.loads.byID[ID(e.ID)]; ld != nil && (ld.seq == e.Seq || fault.On("stale-answer")) && ld.state.lookedUp() {
+		h.loadResolved(now, ld, e)
 	}
 }
 
-func (h *Set) dropFarewell(f *farewell) {
+func (h *Set) dropFarewell(f *asked) {
 	h.farewells.drop(f.id)
 	h.restPeers()
 }
 
-// found notes the agent that was found for a request that was made at since, and
-// says whether the agent is younger than the request.
-func (h *Set) found(now time.Time, a *agents, since time.Time, peer core.AgentID, opened time.Time) (younger bool) {
-	a.peer, a.nameBy = peer, time.Time{}
-	if younger = since.Before(opened); younger { // so that it is reported within PeerTimeout of its beginning, with the next renewal
-		a.nameBy = later(since.Add(h.patience()-h.renewInterval()), now.Add(h.opt.PeerTimeout/3))
+// found notes the agent that was found, and says why it cannot have the request; "" if it can.
+func (h *Set) found(now time.Time, a *asked, e core.Resolved) string {
+	a.peer, a.nameBy = e.Peer, time.Time{}
+	younger := a.since.Before(e.Opened)
+	if younger { // so that it is reported within PeerTimeout of its beginning, with the next renewal
+		a.nameBy = later(a.since.Add(h.patience()-h.renewInterval()), now.Add(h.opt.PeerTimeout/3))
 	}
-	return younger
+	return a.replaced(younger)
 }

@@ -2,6 +2,7 @@ package half
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -21,10 +22,13 @@ type waiter struct {
 	id   ID
 }
 
-// await has a half wait for a moment.
+// await has a half wait for a moment, unless it is 0.
 func (h *Set) await(now time.Time, at core.Moment, side core.Side, id ID) {
 	w := h.moments[at]
-	if w == nil {
+	switch {
+	case at == 0:
+		return
+	case w == nil:
 		w = &awaited{since: now}
 		h.moments[at] = w
 		h.Act(core.Await{Moment: at})
@@ -35,10 +39,7 @@ func (h *Set) await(now time.Time, at core.Moment, side core.Side, id ID) {
 
 // awaitNot ends a half's wait for a moment.
 func (h *Set) awaitNot(at core.Moment) {
-	if at == 0 {
-		return
-	}
-	if w := h.moments[at]; w != nil { // else it has just passed, or failed
+	if w := h.moments[at]; w != nil { // else it has just passed, or failed, or is 0
 		if w.waits--; w.waits == 0 {
 			delete(h.moments, at)
 		}
@@ -46,16 +47,7 @@ func (h *Set) awaitNot(at core.Moment) {
 }
 
 func (h *Set) StepMomentPassed(now time.Time, at core.Moment) {
-	for _, w := range h.waitersOf(at) {
-		of, ld := h.offers[w.id], h.loads.get(w.id)
-		switch {
-		case w.side == core.SideOffer && of != nil:
-			h.offerPassed(now, of, at)
-		case w.side == core.SideLoad && ld != nil && ld.after == at:
-			h.loadPassed(now, ld)
-		}
-		h.Settle(now)
-	}
+	h.awaitedBy(now, at, func(of *Offer) { h.offerPassed(now, of, at) }, func(ld *load) { h.loadPassed(now, ld) })
 }
 
 func (h *Set) StepMomentFailed(now time.Time, e core.MomentFailed) {
@@ -78,26 +70,30 @@ func (h *Set) tickMoments(now time.Time) {
 
 func (h *Set) momentFails(now time.Time, at core.Moment, how string) {
 	defer h.Because("MomentFailed")()
-	for _, w := range h.waitersOf(at) {
-		of, ld := h.offers[w.id], h.loads.get(w.id)
+	end := func(id ID, engine string) Ending {
+		return Ending{core.Failed, fmt.Sprintf("transfer %q waited for moment %d of the %s engine, and that moment %s", h.name(id), at, engine, how)}
+	}
+	h.awaitedBy(now, at, func(of *Offer) { h.EndOffer(now, of, end(of.id, "prefill"), true) },
+		func(ld *load) { h.endLoad(now, ld, end(ld.id, "decode"), true) })
+}
+
+// awaitedBy takes a moment out, and has each half that waits for it go on.
+func (h *Set) awaitedBy(now time.Time, at core.Moment, offer func(*Offer), load func(*load)) {
+	w := h.moments[at]
+	if w == nil {
+		return
+	}
+	delete(h.moments, at)
+	for _, w := range w.waiters {
+		of, ld := h.offers[w.id], h.loads.byID[w.id]
 		switch {
-		case w.side == core.SideOffer && of != nil && of.awaits(at):
-			h.endOffer(now, of, Ending{core.Failed, fmt.Sprintf("transfer %q waited for moment %d of the prefill engine, and that moment %s", string(h.above.Name(of.id)), at, how)}, true)
+		case w.side == core.SideOffer && of != nil && slices.ContainsFunc(of.growths, func(g growth) bool { return g.after == at }):
+			offer(of)
 		case w.side == core.SideLoad && ld != nil && ld.after == at:
-			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("transfer %q waited for moment %d of the decode engine, and that moment %s", string(h.above.Name(ld.id)), at, how)}, true)
+			load(ld)
 		}
 		h.Settle(now)
 	}
-}
-
-// waitersOf takes a moment out: nobody need wait for it any more.
-func (h *Set) waitersOf(at core.Moment) []waiter {
-	w := h.moments[at]
-	if w == nil {
-		return nil
-	}
-	delete(h.moments, at)
-	return w.waiters
 }
 
 // loadAfter has a load await the moment from which on its blocks may be written.
@@ -105,37 +101,22 @@ func (h *Set) loadAfter(now time.Time, ld *load, after core.Moment) {
 	if ld.after = after; ld.Count() == 0 {
 		ld.after = 0 // nothing is written
 	}
-	if ld.after != 0 {
-		h.await(now, ld.after, core.SideLoad, ld.id)
-	}
+	h.await(now, ld.after, core.SideLoad, ld.id)
 }
 
-// loadPassed goes on with a load whose moment has passed.
 func (h *Set) loadPassed(now time.Time, ld *load) {
 	ld.after = 0
 	if ld.state != loadAwaiting {
 		return
 	}
-	if !ld.nameBy.IsZero() {
-		ld.nameBy = later(ld.nameBy, now.Add(h.opt.PeerTimeout/3))
-	}
+	h.nameLater(now, ld)
 	h.proceed(now, ld)
 }
 
-// loadKept takes P's answer to a renewal of a load that it keeps as a claim.
-func (h *Set) loadKept(now time.Time, ld *load, a core.Answer) {
-	if kept, end := ofClaim(&a, ld.id); kept {
-		ld.keeper = ld.peer
-	} else if end.Code != core.OK {
-		h.endLoad(now, ld, end, false)
-	}
-}
-
-// loadPeerGone: the P agent of a load that awaits its moment does not answer any more. As
-// with a claim, another agent may take its place unless it has answered. absent: nobody
-// listens there.
+// loadPeerGone: the P agent of a load does not answer any more. As with a claim, another agent may take its
+// place if the load awaits its moment and the agent has not answered. absent: nobody listens there.
 func (h *Set) loadPeerGone(now time.Time, ld *load, heard time.Time, absent bool, reason string) {
-	if ld.keeper != "" || ld.former != "" {
+	if ld.state == loadWaiting || ld.keeper != "" || ld.former != "" {
 		h.endLoad(now, ld, Ending{core.PeerLost, reason}, !absent)
 		return
 	}

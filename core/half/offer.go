@@ -110,7 +110,7 @@ func (h *Set) offerTo(of *Offer, next offerState, does ...core.Action) {
 	case of.state:
 		h.offers[of.id] = of
 	}
-	h.moved("offer", of.id, of.state, next)
+	h.taken.moved("offer", of.id, of.state, next)
 	of.state = next
 	h.Act(does...)
 }
@@ -158,42 +158,42 @@ func (h *Set) complete(now time.Time, of *Offer) {
 	switch {
 	case of.state.stopping():
 	case of.state.sending():
-		h.finishPartial(now, of)
+		h.write(now, of)
 	default:
 		if of.state != offerAwaiting { // else its lease runs
 			of.deadline = now.Add(fault.Pick("no-expiry", h.opt.Lease, 1000*h.opt.Lease))
 		}
 		h.offerTo(of, offerReady)
 		if of.load != nil {
-			h.startWrite(now, of)
+			h.write(now, of)
 		}
 	}
 }
 
-// startWrite has the transport send what the load asks for, if the two halves fit.
-func (h *Set) startWrite(now time.Time, of *Offer) {
-	src, err := h.joinHalves(of)
+// write has the transport send what the load asks for, or the rest of it if a write has begun, if the two halves fit.
+func (h *Set) write(now time.Time, of *Offer) {
+	err := h.samePrompt(of)
+	var src kv.Selection
+	if err == nil {
+		src, err = of.held.Wanted(of.load.Match, &of.load.Selection)
+	}
 	if err != nil {
-		h.endOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
 		return
 	}
-	of.sendAt, of.deadline = now, now.Add(of.load.Lease)
-	h.offerTo(of, offerSending, of.write(src))
+	w := of.reads(src)
+	if of.state.sending() {
+		w.Begin, w.Extends = fault.Pick("offer-from-the-start", of.sent, nil), true
+	} else {
+		of.sendAt, of.deadline = now, now.Add(of.load.Lease)
+	}
+	h.offerTo(of, offerSending, w)
 }
 
-// write is the Write of an offer's load that reads src.
-func (of *Offer) write(src kv.Selection) core.Write {
+// reads is the Write of an offer's load that reads src.
+func (of *Offer) reads(src kv.Selection) core.Write {
 	l := of.load
 	return core.Write{ID: core.TransferID(of.id), Peer: l.Peer, Grant: l.Grant, Src: src, Dst: l.Selection, Match: l.Match}
-}
-
-// joinHalves finds the blocks of an offer that its load asks for, or says why the halves
-// do not fit.
-func (h *Set) joinHalves(of *Offer) (src kv.Selection, err error) {
-	if err := h.samePrompt(of); err != nil {
-		return kv.Selection{}, err
-	}
-	return of.held.Wanted(of.load.Match, &of.load.Selection)
 }
 
 // samePrompt: an id alone does not say that both halves are of one request. If the prompts
@@ -205,7 +205,7 @@ func (h *Set) samePrompt(of *Offer) error {
 		return nil
 	}
 	return fmt.Errorf("transfer %q: decode asks for another prompt than prefill has (fingerprints %016x and %016x): both need the same request, under a transfer_id of its own, and weights replaced as often",
-		string(h.above.Name(of.id)), of.load.Prompt, of.prompt)
+		h.name(of.id), of.load.Prompt, of.prompt)
 }
 
 // RoomToDivide says whether there is room for an offer's shares, so many, in its place; of is nil if it has not come.
@@ -232,9 +232,7 @@ func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []core.TransferID)
 			early = h.cameEarly(part, early, who)
 		}
 		for i := range part.growths {
-			if after := part.growths[i].after; after != 0 {
-				h.await(now, after, core.SideOffer, ID(id))
-			}
+			h.await(now, part.growths[i].after, core.SideOffer, ID(id))
 		}
 	}
 	if of != nil {

@@ -23,7 +23,6 @@ func (h *Set) StepWritten(now time.Time, e core.Written) {
 	if of == nil {
 		return
 	}
-	defer h.Settle(now)
 	switch {
 	case of.state == offerWithdrawing:
 		h.startOver(now, of)
@@ -49,12 +48,9 @@ func (h *Set) StepWritten(now time.Time, e core.Written) {
 	h.reportOffer(now, of, e.Stats)
 }
 
-// EndOffer ends P's half, of which D is told.
-func (h *Set) EndOffer(now time.Time, of *Offer, end Ending) { h.endOffer(now, of, end, true) }
-
-// endOffer brings P's half to its end; tell says whether D must be told. An offer that is
+// EndOffer brings P's half to its end; tell says whether D must be told. An offer that is
 // ending already keeps its first end.
-func (h *Set) endOffer(now time.Time, of *Offer, end Ending, tell bool) {
+func (h *Set) EndOffer(now time.Time, of *Offer, end Ending, tell bool) {
 	if of.state == offerRefused {
 		h.reportOffer(now, of, of.stats)
 		return
@@ -133,30 +129,24 @@ func (h *Set) mustEndBy(of *Offer) time.Time {
 	return of.endBy
 }
 
-// overdue says whether an offer has kept the engine's blocks for too long.
-func (h *Set) overdue(now time.Time, of *Offer) bool {
-	at := h.mustEndBy(of)
-	return !at.IsZero() && !now.Before(at)
-}
-
 // lateAt is when an offer has waited too long; zero: it may wait for ever.
 func (h *Set) lateAt(of *Offer) time.Time {
 	by := h.mustEndBy(of)
-	switch {
-	case by.IsZero():
+	if by.IsZero() || !of.deadline.IsZero() && of.deadline.Before(by) {
 		return of.deadline
-	case of.deadline.IsZero():
-		return by
 	}
-	return earlier(of.deadline, by)
+	return by
 }
+
+// passed says whether a time has come, if one is set.
+func passed(now, at time.Time) bool { return !at.IsZero() && !now.Before(at) }
 
 // tickOffers ends offers that have waited too long for D or for the engine, as many as a step may. Those that are late for longest come
 // first: else a crowd that goes on coming could have others kept for as long as it likes.
 func (h *Set) tickOffers(now time.Time) {
 	var late []*Offer
 	for _, of := range h.offers {
-		if at := h.lateAt(of); !at.IsZero() && !now.Before(at) {
+		if passed(now, h.lateAt(of)) {
 			late = append(late, of)
 		}
 	}
@@ -178,34 +168,34 @@ func (h *Set) tickOffers(now time.Time) {
 
 // offerLate ends an offer that has waited too long.
 func (h *Set) offerLate(now time.Time, of *Offer) {
-	if h.overdue(now, of) {
+	if passed(now, h.mustEndBy(of)) {
 		reason := fmt.Sprintf("no decode agent has loaded it within %v (offer_timeout_s)", h.opt.Offer)
 		if of.peer != "" {
 			reason = fmt.Sprintf("decode agent %s has not loaded it within %v (offer_timeout_s); the offer is %s", of.peer, h.opt.Offer, of.state)
 		}
-		h.endOffer(now, of, Ending{core.Expired, reason}, true)
+		h.EndOffer(now, of, Ending{core.Expired, reason}, true)
 		return
 	}
 	switch of.state {
 	case offerEarly:
 		h.Count.ExpiredEarly++
-		h.endOffer(now, of, Ending{core.NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", string(of.id), h.opt.EarlyLoad)}, true)
+		h.EndOffer(now, of, Ending{core.NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", h.name(of.id), h.opt.EarlyLoad)}, true)
 	case offerPrefill:
 		if h.above.Demanded(of.id) {
-			h.endOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.lease(of))}, true)
+			h.EndOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.lease(of))}, true)
 			return
 		}
 		of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
 	case offerReady, offerAwaiting:
-		reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", string(of.id), h.opt.Lease)
+		reason := fmt.Sprintf("no decode agent claimed or loaded transfer %q within its lease of %v", h.name(of.id), h.opt.Lease)
 		if of.peer != "" {
 			reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.opt.Lease)
 		}
-		h.endOffer(now, of, Ending{core.Expired, reason}, true)
+		h.EndOffer(now, of, Ending{core.Expired, reason}, true)
 	case offerRefused:
 		h.reportOffer(now, of, of.stats) // D's word was lost
 	case offerPartial, offerFinishing, offerSending:
-		h.endOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
+		h.EndOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
 	}
 }
 

@@ -4,7 +4,7 @@ import "time"
 
 // outcome is what a half tells who stands above. Only Above knows whether the engine
 // has named the half or the half is a part. Above hears of a half's outcomes after the
-// half's turn and before another half's turn.
+// half's turn and before another half's turn: those of the last turn at the end of the step.
 type outcome struct {
 	claim *claim // one of these three is set
 	load  *load
@@ -14,12 +14,6 @@ type outcome struct {
 
 // Settle takes the outcomes to Above, which may end other halves, whose outcomes follow.
 func (h *Set) Settle(now time.Time) {
-	if len(h.outcomes) > 0 {
-		h.settleAll(now)
-	}
-}
-
-func (h *Set) settleAll(now time.Time) {
 	for i := 0; i < len(h.outcomes); i++ {
 		switch o := h.outcomes[i]; {
 		case o.load != nil:

@@ -22,9 +22,19 @@ func (of *Offer) MayGrow(id ID) error {
 	return nil
 }
 
-// Grow takes a partial offer.
+// Grow takes a partial offer, whose blocks follow those that the engine has given before.
 func (h *Set) Grow(now time.Time, of *Offer, r *core.PartialOffer) {
-	of.add(h.layout, r)
+	if of.ready == nil {
+		of.ready = make([]uint32, len(h.layout.Regions))
+		of.held = of.held.OfGroups(len(h.layout.Groups))
+	}
+	for g, ids := range r.Blocks {
+		if len(of.held.Blocks[g]) == 0 {
+			of.held.First[g] = kv.OrZero(r.First, g)
+		}
+		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
+	}
+	of.prompt = cmp.Or(of.prompt, r.Prompt)
 	if of.state.ends() {
 		return // nothing of it is sent any more, whenever it is ready
 	}
@@ -37,13 +47,8 @@ func (h *Set) Grow(now time.Time, of *Offer, r *core.PartialOffer) {
 // CheckPartialOffer refuses a partial offer that does not go on where an offer is; of is nil if there is none.
 func (h *Set) CheckPartialOffer(of *Offer, r *core.PartialOffer) error {
 	groups := len(h.layout.Groups)
-	if err := h.layout.CheckBlocks(r.Blocks); err != nil {
+	if err := cmp.Or(h.layout.CheckBlocks(r.Blocks), of.checkPrompt(r.Prompt)); err != nil {
 		return err
-	}
-	if of != nil {
-		if err := of.checkPrompt(r.Prompt); err != nil {
-			return err
-		}
 	}
 	if max(len(r.Ready), len(r.Computing)) > groups || len(r.First) > groups {
 		return fmt.Errorf("ready has %d groups, computing %d and first_block %d, but %d groups are registered", len(r.Ready), len(r.Computing), len(r.First), groups)
@@ -76,7 +81,7 @@ func (h *Set) CheckPartialOffer(of *Offer, r *core.PartialOffer) error {
 
 // checkPrompt refuses a second prompt of one transfer.
 func (of *Offer) checkPrompt(prompt uint64) error {
-	if prompt != 0 && of.prompt != 0 && prompt != of.prompt {
+	if of != nil && prompt != 0 && of.prompt != 0 && prompt != of.prompt {
 		return fmt.Errorf("its prompt has the fingerprint %016x, but its earlier offers had %016x: give each request a transfer_id of its own", prompt, of.prompt)
 	}
 	return nil
@@ -99,22 +104,6 @@ func (of *Offer) CheckPartial(r *core.OfferRequest) error {
 	return nil
 }
 
-// add puts the blocks of a partial offer to those that the engine has given before.
-func (of *Offer) add(l *kv.Layout, r *core.PartialOffer) {
-	if of.ready == nil {
-		of.ready = make([]uint32, len(l.Regions))
-		of.held = of.held.OfGroups(len(l.Groups))
-	}
-	for g, ids := range r.Blocks {
-		if len(of.held.Blocks[g]) == 0 {
-			of.held.First[g] = kv.OrZero(r.First, g)
-		}
-		of.held.Blocks[g] = append(of.held.Blocks[g], ids...)
-	}
-	of.prompt = cmp.Or(of.prompt, r.Prompt)
-}
-
-// grow counts blocks as ready.
 func (of *Offer) grow(l *kv.Layout, g *growth) {
 	more := func(region uint32) {
 		n := kv.OrZero(g.ready, int(l.Regions[region].Group))
@@ -139,7 +128,7 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		return
 	}
 	if err := h.samePrompt(of); err != nil && !fault.On("partial-any-prompt") {
-		h.endOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
 		return
 	}
 	begin := of.sent
@@ -147,7 +136,7 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		return
 	}
 	if err := of.held.BeginsFor(of.load.Match, &of.load.Selection); err != nil { // of a group whose first blocks have come just now, too
-		h.endOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
 		return
 	}
 	if begin == nil {
@@ -163,20 +152,7 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		begin = make([]uint32, len(begin))
 	}
 	of.sent = slices.Clone(of.ready)
-	w := of.write(kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
+	w := of.reads(kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
 	w.Begin, w.End, w.Extends = begin, of.sent, begin != nil
-	h.Act(w)
-}
-
-// finishPartial gives the transport the rest of a write that has begun.
-func (h *Set) finishPartial(now time.Time, of *Offer) {
-	src, err := h.joinHalves(of)
-	if err != nil {
-		h.endOffer(now, of, Ending{core.Refused, err.Error()}, true)
-		return
-	}
-	h.offerTo(of, offerSending)
-	w := of.write(src)
-	w.Begin, w.Extends = fault.Pick("offer-from-the-start", of.sent, nil), true
 	h.Act(w)
 }

@@ -22,7 +22,7 @@ func (h *Set) noticePause(now time.Time) {
 	// A deadline moves no further than if it began now: a part of its time may have run after the pause.
 	move := func(at *time.Time, most time.Duration) {
 		if !at.IsZero() {
-			*at = earlier(at.Add(gap), now.Add(most))
+			*at = at.Add(min(gap, now.Add(most).Sub(*at)))
 		}
 	}
 	for _, p := range h.peers {
@@ -52,13 +52,6 @@ func (h *Set) noticePause(now time.Time) {
 		move(&of.deadline, most)
 		move(&of.endBy, h.opt.Offer)
 	}
-}
-
-func earlier(a, b time.Time) time.Time {
-	if a.Before(b) {
-		return a
-	}
-	return b
 }
 
 func later(a, b time.Time) time.Time {

@@ -1,6 +1,7 @@
 package half
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -30,14 +31,14 @@ func (h *Set) StepPeerDown(now time.Time, id core.AgentID) {
 }
 
 // offersOf lists what P keeps for a D agent.
-func (h *Set) offersOf(id core.AgentID) (ids []core.TransferID) {
-	for tid, of := range h.offers {
+func (h *Set) offersOf(id core.AgentID) (list []*Offer) {
+	for _, of := range h.offers {
 		if of.peer == id {
-			ids = append(ids, core.TransferID(tid))
+			list = append(list, of)
 		}
 	}
-	slices.Sort(ids)
-	return ids
+	slices.SortFunc(list, func(x, y *Offer) int { return cmp.Compare(x.id, y.id) })
+	return list
 }
 
 // tickProbes asks the D agents again that have not answered. If none ever does, the lease
@@ -66,14 +67,16 @@ func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 	p.asking = false // again with the next tick
 	switch {
 	case e.Absent:
-		// The first was asked between two ticks.
-		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(h.absence(e.Away)/core.TickInterval), 1) {
+		// Nobody must have listened for the time in which D's link comes back, with much to spare. It is counted in ticks,
+		// since nobody can connect to a process that does not run. The first was asked between two ticks.
+		within := h.opt.PeerTimeout / 3
+		if e.Away || fault.On("gone-late") {
+			within = h.patience()
+		}
+		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(within/core.TickInterval), 1) {
 			return
 		}
-		p.gone = true
-		for _, tid := range h.offersOf(e.Peer) {
-			p.rest = append(p.rest, h.offers[ID(tid)])
-		}
+		p.gone, p.rest = true, h.offersOf(e.Peer)
 		h.endGone(now)
 	case e.Err != nil:
 		p.absent = 0 // somebody listens, most likely
@@ -98,19 +101,9 @@ func (h *Set) endGone(now time.Time) {
 				h.yield()
 				return
 			}
-			h.endOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+			h.EndOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
 			h.Settle(now)
 		}
 		delete(h.probes, id)
 	}
-}
-
-// absence is how long nobody must have listened as a D before it counts as gone: the time
-// in which its link comes back, with much to spare. It is counted in ticks, since nobody
-// can connect to a process that does not run.
-func (h *Set) absence(away bool) time.Duration {
-	if away || fault.On("gone-late") {
-		return h.patience()
-	}
-	return h.opt.PeerTimeout / 3
 }

@@ -43,15 +43,8 @@ func (s loadState) kept() bool {
 
 // renewed is kept, but for defects.
 func (s loadState) renewed() bool {
-	switch s {
-	case loadAwaiting:
-		return !fault.On("awaiting-not-renewed")
-	case loadExpecting:
-		return !fault.On("expecting-not-renewed")
-	case loadRestarting:
-		return !fault.On("restarting-not-renewed")
-	}
-	return false
+	return s == loadAwaiting && !fault.On("awaiting-not-renewed") || s == loadExpecting && !fault.On("expecting-not-renewed") ||
+		s == loadRestarting && !fault.On("restarting-not-renewed")
 }
 
 // renewals lists what is to be renewed at each P agent. Where a renewal is due, these are
@@ -141,34 +134,28 @@ func (h *Set) StepRenewReplied(now time.Time, r core.RenewReplied) {
 	}
 	p.asking = r.Renewal.More
 	h.noticePause(now)
-	err := r.Err
-	if err == nil && !r.Absent && len(r.Answers) != len(r.Renewal.Loads)+len(r.Renewal.Claims) {
-		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), len(r.Renewal.Loads)+len(r.Renewal.Claims))
+	err, n := r.Err, len(r.Renewal.Loads)+len(r.Renewal.Claims)
+	if err == nil && !r.Absent && len(r.Answers) != n {
+		err = fmt.Errorf("malformed reply: %d answers for %d transfers", len(r.Answers), n)
 	}
-	if err != nil || r.Absent {
-		if r.Absent || now.Sub(p.heard) >= h.patience() {
-			h.peerGone(now, r.Renewal.Peer, r.Absent, fmt.Sprint(err))
-			return
-		}
+	switch {
+	case r.Absent, err != nil && now.Sub(p.heard) >= h.patience():
+		h.peerGone(now, r.Renewal.Peer, r.Absent, fmt.Sprint(err))
+		return
+	case err != nil:
 		p.next = now // with the next tick
 		return
 	}
 	p.heard = now
 	for i, id := range r.Renewal.Loads {
-		if ld := h.loads.get(ID(id)); ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadWaiting {
+		if ld := h.loads.byID[ID(id)]; ld != nil && ld.peer == r.Renewal.Peer && ld.state == loadWaiting {
 			h.loadRenewed(now, ld, r.Answers[i])
 			h.Settle(now)
 		}
 	}
 	for i, id := range r.Renewal.Claims {
-		if c := h.claims.get(ID(id)); c != nil && c.peer == r.Renewal.Peer && c.state.atPeer() {
-			h.claimAnswered(now, c, r.Answers[len(r.Renewal.Loads)+i])
-			h.Settle(now)
-		}
-		if ld := h.loads.get(ID(id)); ld != nil && ld.peer == r.Renewal.Peer && ld.state.kept() {
-			h.loadKept(now, ld, r.Answers[len(r.Renewal.Loads)+i])
-			h.Settle(now)
-		}
+		h.claimAnswered(now, r.Renewal.Peer, ID(id), r.Answers[len(r.Renewal.Loads)+i])
+		h.Settle(now)
 	}
 	if !r.Renewal.More && (p.fresh || p.due(now)) { // they came while this was under way
 		h.tickPeers(now)
@@ -184,46 +171,26 @@ func (h *Set) peerGone(now time.Time, id core.AgentID, absent bool, cause string
 	reason := fmt.Sprintf("prefill agent %s is gone: silent for %v: %s", id, silent, cause)
 	delete(h.peers, id)
 	h.Act(core.Forget{Peer: id, Gone: true})
-	for _, tid := range sortedKeys(h.loads.byID) {
-		// A load that has not been asked yet learns by its own SendLoad that P is gone, and
-		// may find the agent that took P's place.
-		if ld := h.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadWaiting {
-			h.endLoad(now, ld, Ending{core.PeerLost, reason}, !absent)
-			h.Settle(now)
-		}
-		if ld := h.loads.get(tid); ld != nil && ld.peer == id && ld.state == loadAwaiting {
-			h.loadPeerGone(now, ld, heard, absent, reason)
-			h.Settle(now)
-		}
+	// Other loads learn by their own SendLoad that P is gone, and may find the agent that took P's place.
+	waits := func(ld *load) bool { return ld.peer == id && (ld.state == loadWaiting || ld.state == loadAwaiting) }
+	for ld := range turns(h, now, h.loads.byID, waits) {
+		h.loadPeerGone(now, ld, heard, absent, reason)
 	}
-	for _, tid := range sortedKeys(h.claims.byID) {
-		if c := h.claims.get(tid); c != nil && c.peer == id && c.state.atPeer() {
-			h.claimPeerGone(now, c, heard, absent, reason)
-			h.Settle(now)
-		}
+	for c := range turns(h, now, h.claims.byID, func(c *claim) bool { return c.peer == id && c.state.atPeer() }) {
+		h.claimPeerGone(now, c, heard, absent, reason)
 	}
 }
 
 // tickLookups ends claims that no load has followed, and loads whose P is gone without a
 // successor. It looks again for a P that a claim has not found.
 func (h *Set) tickLookups(now time.Time) {
-	for _, id := range sortedKeys(h.loads.byID) {
-		if ld := h.loads.get(id); ld != nil && ld.state == loadRelocating && !now.Before(ld.until) && !fault.On("waits-for-successor") {
-			h.endLoad(now, ld, Ending{core.PeerLost, ld.noSuccessor()}, false)
-			h.Settle(now)
-		}
+	late := func(ld *load) bool {
+		return ld.state == loadRelocating && !now.Before(ld.until) && !fault.On("waits-for-successor")
 	}
-	var due []ID
-	for id, c := range h.claims.byID {
-		if c.due(now) {
-			due = append(due, id)
-		}
+	for ld := range turns(h, now, h.loads.byID, late) {
+		h.endLoad(now, ld, Ending{core.PeerLost, ld.noSuccessor()}, false)
 	}
-	slices.Sort(due)
-	for _, id := range due {
-		if c := h.claims.get(id); c != nil { // another part of the same fan-in may have taken it along
-			h.tickClaim(now, c)
-			h.Settle(now)
-		}
+	for c := range turns(h, now, h.claims.byID, func(c *claim) bool { return c.due(now) }) {
+		h.tickClaim(now, c)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"iter"
 	"maps"
+	"reflect"
 	"slices"
 	"time"
 
@@ -25,7 +26,7 @@ type Above interface {
 	Divided(now time.Time, whole core.Report, ids []core.TransferID, found []core.FoundPart)
 
 	Name(id ID) core.TransferID     // of the transfer, as the engine knows it
-	Shares(id ID) []core.TransferID // the offers of the transfer, this one among them, some of which may have ended; nil: there is no other
+	Shares(id ID) []core.TransferID // the offers of the transfer, this one among them, some of which may have ended
 	Demanded(id ID) bool            // P's engine waits for the transfer's loads
 	Loaded(id ID)                   // an offer has its load now
 
@@ -48,7 +49,7 @@ type Set struct {
 	// D's half.
 	claims    halves[*claim]
 	loads     halves[*load]
-	farewells halves[*farewell]
+	farewells halves[*asked]
 	peers     map[core.AgentID]*peer // the P agents that claims and loads wait for
 
 	// P's half.
@@ -74,7 +75,7 @@ type Set struct {
 func New(layout *kv.Layout, opt core.Options, above Above) *Set {
 	return &Set{
 		opt: opt, layout: layout, above: above, taken: observer{tell: opt.OnTransition},
-		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*farewell](), peers: map[core.AgentID]*peer{},
+		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*asked](), peers: map[core.AgentID]*peer{},
 		offers: map[ID]*Offer{}, moments: map[core.Moment]*awaited{}, earlyOf: newGreedy(), earlyLoads: newGreedy(), probes: map[core.AgentID]*probe{},
 		Ended: newTombstones(opt.MaxTransfers),
 	}
@@ -82,7 +83,9 @@ func New(layout *kv.Layout, opt core.Options, above Above) *Set {
 
 // Begin begins a step.
 func (h *Set) Begin(e core.Event) {
-	h.taken.begin(e)
+	if h.taken.tell != nil {
+		h.taken.event = reflect.TypeOf(e).Name()
+	}
 	h.ends = 0
 	if _, load := e.(core.LoadMessage); load && h.actions == nil {
 		h.actions = make([]core.Action, 0, 2) // most have an answer and a Write
@@ -108,8 +111,6 @@ type halves[T interface{ withRank() bool }] struct {
 
 func newHalves[T interface{ withRank() bool }]() halves[T] { return halves[T]{byID: map[ID]T{}} }
 
-func (h *halves[T]) get(id ID) T { return h.byID[id] }
-
 func (h *halves[T]) put(id ID, v T) {
 	if _, there := h.byID[id]; !there && v.withRank() {
 		h.ranks++
@@ -132,14 +133,10 @@ func (h *Set) Len() int {
 	return len(h.claims.byID) + len(h.loads.byID) + len(h.farewells.byID) + len(h.offers)
 }
 
-// Claims, Loads and Farewell say whether there is such a half, or an end of one of which P must still hear.
-func (h *Set) Claims(id ID) bool { return h.claims.get(id) != nil }
-
-// Loads: see Claims.
-func (h *Set) Loads(id ID) bool { return h.loads.get(id) != nil }
-
-// Farewell: see Claims.
-func (h *Set) Farewell(id ID) bool { return h.farewells.get(id) != nil }
+// Decodes says whether there is such a half of D's, or an end of one of which P must still hear.
+func (h *Set) Decodes(id ID) (claim, load, farewell bool) {
+	return h.claims.byID[id] != nil, h.loads.byID[id] != nil, h.farewells.byID[id] != nil
+}
 
 // Offer is P's half of this id; nil if there is none.
 func (h *Set) Offer(id ID) *Offer { return h.offers[id] }
@@ -167,6 +164,9 @@ func (h *Set) IDs(of core.Side) iter.Seq[ID] {
 	return maps.Keys(h.offers)
 }
 
+// name is what a text calls a half's transfer: as the engine does.
+func (h *Set) name(id ID) string { return string(h.above.Name(id)) }
+
 // begin is called before a half is added: while there is none, perhaps nobody ticks.
 func (h *Set) begin(now time.Time) {
 	if h.Len() == 0 {
@@ -187,41 +187,51 @@ func (h *Set) Tick(now time.Time) {
 
 // Close ends all halves.
 func (h *Set) Close(now time.Time) {
-	end := Ending{core.Closed, "the decode agent was closed"}
-	for _, id := range sortedKeys(h.claims.byID) {
-		h.DropClaim(id, end)
-		h.Settle(now)
-	}
-	for _, id := range sortedKeys(h.loads.byID) {
-		h.EndLoad(now, id, end)
-		h.Settle(now)
-	}
-	// P hears no more of what was being looked up. The end of another part may have made
-	// farewells just now.
-	h.farewells = newHalves[*farewell]()
-	h.restPeers()
-	for _, id := range sortedKeys(h.offers) {
-		h.EndOffer(now, h.offers[id], Ending{core.Closed, "the prefill agent was closed"})
-		h.Settle(now)
-	}
+	end, ofOffers := Ending{core.Closed, "the decode agent was closed"}, Ending{core.Closed, "the prefill agent was closed"}
+	h.endAll(now, func(c *claim) { h.DropClaim(c.id, end) }, func(ld *load) { h.EndLoad(now, ld.id, end) },
+		func(of *Offer) { h.EndOffer(now, of, ofOffers, true) })
 }
 
 // Abandon ends all halves at once, and tells nobody but who stands above.
 func (h *Set) Abandon(now time.Time) {
-	for _, id := range sortedKeys(h.claims.byID) {
-		h.claimTo(h.claims.get(id), claimNone)
+	h.endAll(now, func(c *claim) { h.claimTo(c, claimNone) }, func(ld *load) { h.reportLoad(ld) },
+		func(of *Offer) { h.reportOffer(now, of, core.TransferStats{}) })
+}
+
+func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer func(*Offer)) {
+	for c := range turns(h, now, h.claims.byID, nil) {
+		claim(c)
 	}
-	for _, id := range sortedKeys(h.loads.byID) {
-		if ld := h.loads.get(id); ld != nil {
-			h.reportLoad(ld)
-			h.Settle(now)
-		}
+	for ld := range turns(h, now, h.loads.byID, nil) {
+		load(ld)
 	}
-	h.farewells = newHalves[*farewell]()
+	// P hears no more of what was being looked up. The end of another part may have made
+	// farewells just now.
+	h.farewells = newHalves[*asked]()
 	h.restPeers()
-	for _, id := range sortedKeys(h.offers) {
-		h.reportOffer(now, h.offers[id], core.TransferStats{})
-		h.Settle(now)
+	for of := range turns(h, now, h.offers, nil) {
+		offer(of)
+	}
+}
+
+// turns are what is due, each settled after its turn. One's turn may end another, or have it due no more. nil: all are due.
+func turns[K cmp.Ordered, T any](h *Set, now time.Time, all map[K]T, due func(T) bool) iter.Seq[T] {
+	return func(yield func(T) bool) {
+		var ids []K
+		for id, v := range all {
+			if due == nil || due(v) {
+				ids = append(ids, id)
+			}
+		}
+		slices.Sort(ids) // one order, so that a run can be repeated
+		for _, id := range ids {
+			if v, there := all[id]; there && (due == nil || due(v)) {
+				if !yield(v) {
+					return
+				}
+				h.Settle(now)
+			}
+		}
 	}
 }
 

@@ -1,7 +1,6 @@
 package half
 
 import (
-	"iter"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -26,8 +25,7 @@ func (h *Set) Sizes() core.Sizes {
 	return s
 }
 
-// OldestWait is how long the oldest half has waited of those whose report is owed to the
-// engine.
+// OldestWait is how long the oldest half has waited of those whose report is owed to the engine.
 func (h *Set) OldestWait(now time.Time) time.Duration {
 	oldest := now
 	for _, ld := range h.loads.byID {
@@ -45,38 +43,34 @@ func (h *Set) OldestWait(now time.Time) time.Duration {
 
 // At is the agent at the other end of a half, "" if it is not known, and the half's state, "-" if there is no half.
 func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
-	if s == core.SideOffer {
-		if of := h.offers[id]; of != nil {
-			return of.peer, of.State()
-		}
-		return "", "-"
-	}
-	if ld := h.loads.get(id); ld != nil {
+	of, ld, c := h.offers[id], h.loads.byID[id], h.claims.byID[id]
+	switch {
+	case s == core.SideOffer && of != nil:
+		return of.peer, of.State()
+	case s == core.SideOffer:
+	case ld != nil:
 		return ld.peer, ld.state.String()
-	}
-	if c := h.claims.get(id); c != nil {
+	case c != nil:
 		return c.peer, c.state.String()
-	}
-	if h.Farewell(id) {
+	case h.farewells.byID[id] != nil:
 		return "", "farewell"
 	}
 	return "", "-"
 }
 
-// Given are the halves whose blocks may be read or written, or will be.
-func (h *Set) Given() iter.Seq[ID] {
-	return func(yield func(ID) bool) {
-		for id, ld := range h.loads.byID {
-			if ld.Count() > 0 && !yield(id) {
-				return
-			}
-		}
-		for id, of := range h.offers {
-			if of.Given() && !yield(id) {
-				return
-			}
+// Given are the transfers of the halves whose blocks may be read or written, or will be.
+func (h *Set) Given() (names []core.TransferID) {
+	for id, ld := range h.loads.byID {
+		if ld.Count() > 0 {
+			names = append(names, h.above.Name(id))
 		}
 	}
+	for id, of := range h.offers {
+		if of.Given() {
+			names = append(names, h.above.Name(id))
+		}
+	}
+	return names
 }
 
 // Given says whether blocks of an offer may be read, or will be.
@@ -86,6 +80,6 @@ func (of *Offer) Given() bool {
 
 // GivenLoad says whether there is a load whose blocks may be written, or will be.
 func (h *Set) GivenLoad(id ID) bool {
-	ld := h.loads.get(id)
+	ld := h.loads.byID[id]
 	return ld != nil && ld.Count() > 0
 }

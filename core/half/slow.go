@@ -2,7 +2,6 @@ package half
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -13,25 +12,13 @@ import (
 // that it works, and sends a byte now and then must not keep them for ever. Nor may a driver of D's that does not answer keep P's:
 // P hears of the end at once. D's engine gets its blocks when the fence has returned.
 func (h *Set) tickLoads(now time.Time) {
-	var late []ID
-	for id, ld := range h.loads.byID {
-		if h.slow(now, ld) || h.stuck(now, ld) {
-			late = append(late, id)
-		}
-	}
-	slices.Sort(late)
-	for _, id := range late {
-		ld := h.loads.get(id)
-		if ld == nil { // another part of the same fan-in may have taken it along
-			continue
-		}
+	for ld := range turns(h, now, h.loads.byID, func(ld *load) bool { return h.slow(now, ld) || h.stuck(now, ld) }) {
 		reason := fmt.Sprintf("prefill agent %s has not sent it within %v (load_timeout_s); the load is %s", ld.peer, h.opt.Load, ld.state)
 		if !h.slow(now, ld) {
 			reason = fmt.Sprintf("the decode agent's memory was not ready within %v (moment_timeout_s): "+
 				"its driver does not answer, most likely; the load is %s", h.opt.MomentTimeout, ld.state)
 		}
 		h.endLoad(now, ld, Ending{core.Failed, reason}, true)
-		h.Settle(now)
 	}
 }
 

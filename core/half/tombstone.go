@@ -1,6 +1,8 @@
 package half
 
 import (
+	"container/list"
+
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 )
@@ -10,7 +12,13 @@ import (
 // apart, so that no peer can have this agent forget what its engine knows.
 type Tombstones struct {
 	own   Remembered[ID, Tombstone]
-	words words
+	words map[ID]word // of the newest such transfers, as many as own has; the account that has named the most gives way
+	of    greedy
+}
+
+type word struct {
+	Tombstone
+	of *stake
 }
 
 // Tombstone is how a transfer has ended.
@@ -23,13 +31,13 @@ type Tombstone struct {
 }
 
 func newTombstones(limit int) Tombstones {
-	return Tombstones{Remember[ID, Tombstone](limit), words{limit: limit, byID: map[ID]word{}, of: newGreedy()}}
+	return Tombstones{own: Remember[ID, Tombstone](limit), words: map[ID]word{}, of: newGreedy()}
 }
 
 // Get says how a transfer has ended, or a part of one, if that is remembered.
 func (t *Tombstones) Get(id ID) (end Tombstone, gone bool) {
 	if end, gone = t.own.byID[id]; !gone {
-		w, known := t.words.byID[id]
+		w, known := t.words[id]
 		return w.Tombstone, known
 	}
 	return end, gone
@@ -42,7 +50,7 @@ func (t *Tombstones) Add(id ID, end Tombstone) {
 		t.own.order = nil
 		return
 	}
-	t.words.drop(id)
+	t.dropWord(id)
 	t.own.Put(id, end)
 }
 
@@ -53,37 +61,20 @@ func (t *Tombstones) addWord(from Party, id ID, end Tombstone) {
 	case fault.On("words-push-out"):
 		t.own.Put(id, end)
 	default:
-		t.words.put(from, id, end)
+		t.dropWord(id)
+		t.words[id] = word{end, t.of.add(from, id, 1)}
+		if len(t.words) > t.own.limit {
+			t.dropWord(t.of.accounts.most().outermost((*list.List).Front).id)
+		}
+	}
+}
+
+func (t *Tombstones) dropWord(id ID) {
+	if old, known := t.words[id]; known {
+		delete(t.words, id)
+		t.of.change(old.of, -1)
 	}
 }
 
 // Len is how many are remembered.
-func (t *Tombstones) Len() int { return len(t.own.byID) + len(t.words.byID) }
-
-// words are ends of the newest transfers that only peers have named, as many as limit. The
-// account that has named the most gives way.
-type words struct {
-	limit int
-	byID  map[ID]word
-	of    greedy
-}
-
-type word struct {
-	Tombstone
-	of *stake
-}
-
-func (w *words) put(from Party, id ID, end Tombstone) {
-	w.drop(id)
-	w.byID[id] = word{end, w.of.add(from, id, 1)}
-	if len(w.byID) > w.limit {
-		w.drop(w.of.oldest().id)
-	}
-}
-
-func (w *words) drop(id ID) {
-	if old, known := w.byID[id]; known {
-		delete(w.byID, id)
-		w.of.change(old.of, -1)
-	}
-}
+func (t *Tombstones) Len() int { return len(t.own.byID) + len(t.words) }

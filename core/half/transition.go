@@ -13,7 +13,7 @@ import (
 // nothing.
 type observer struct {
 	tell   func(core.Transition)
-	event  string
+	event  string // the name of its type, or what it has brought about
 	halves []observed
 	acts   []observedAct
 }
@@ -28,13 +28,6 @@ type observedAct struct {
 	name, half string // half "": of any
 }
 
-// begin notes the event of a step: its name is its type's.
-func (o *observer) begin(e core.Event) {
-	if o.tell != nil {
-		o.event = reflect.TypeOf(e).Name()
-	}
-}
-
 // Because names what an event has brought about, for the halves that it reaches, until
 // undo is called.
 func (h *Set) Because(name string) (undo func()) {
@@ -44,13 +37,10 @@ func (h *Set) Because(name string) (undo func()) {
 }
 
 // moved notes that a half changes its state.
-func (h *Set) moved(half string, id ID, before, after fmt.Stringer) {
-	if h.taken.tell != nil {
-		h.taken.moved(half, id, before, after)
-	}
-}
-
 func (o *observer) moved(half string, id ID, before, after fmt.Stringer) {
+	if o.tell == nil {
+		return
+	}
 	from, to := before.String(), after.String()
 	for i := range o.halves {
 		if h := &o.halves[i]; h.Half == half && h.id == id && h.To == from && from != "-" {
@@ -71,32 +61,22 @@ func (h *Set) Act(list ...core.Action) {
 	}
 }
 
+// actors are the halves that have the actions of a transfer done, by the actions' types; "": any half. A Report says whose it is.
+var actors = map[string]string{"Resolve": "", "Expect": "load", "SendLoad": "load", "Revoke": "load",
+	"Write": "offer", "StopWrite": "offer", "SendRestart": "offer", "SendFinish": "", "Report": ""}
+
 // note notes an action. An action of the fan-in or fan-out itself belongs to no half.
 func (o *observer) note(a core.Action) {
-	add := func(id ID, name, half string) { o.acts = append(o.acts, observedAct{id, name, half}) }
-	switch v := a.(type) {
-	case core.Resolve:
-		add(ID(v.ID), "Resolve", "")
-	case core.Expect:
-		add(ID(v.ID), "Expect", "load")
-	case core.SendLoad:
-		add(ID(v.ID), "SendLoad", "load")
-	case core.Revoke:
-		add(ID(v.ID), "Revoke", "load")
-	case core.Write:
-		add(ID(v.ID), "Write", "offer")
-	case core.StopWrite:
-		add(ID(v.ID), "StopWrite", "offer")
-	case core.SendRestart:
-		add(ID(v.ID), "SendRestart", "offer")
-	case core.SendFinish:
-		add(ID(v.ID), "SendFinish", "")
-	case core.Report:
-		half := v.Side.String()
-		if v.Side == core.SideDemand {
+	v := reflect.ValueOf(a)
+	name := v.Type().Name()
+	half, known := actors[name]
+	if r, is := a.(core.Report); is {
+		if half = r.Side.String(); r.Side == core.SideDemand {
 			half = "offer"
 		}
-		add(ID(v.ID), "Report", half)
+	}
+	if known {
+		o.acts = append(o.acts, observedAct{ID(v.FieldByName("ID").String()), name, half})
 	}
 }
 

@@ -34,15 +34,8 @@ func (h *Set) Withdraw(of *Offer) {
 
 // Reading says whether blocks that were given before a Withdraw may still be read.
 func (of *Offer) Reading() bool {
-	switch of.state {
-	case offerWithdrawing, offerEndingWithdrawn:
-		return !fault.On("not-read")
-	case offerPartial:
-		return true
-	case offerEnding:
-		return of.offered.IsZero() // else they are free with the report
-	}
-	return false
+	return of.state == offerPartial || of.state == offerEnding && of.offered.IsZero() || // else they are free with the report
+		(of.state == offerWithdrawing || of.state == offerEndingWithdrawn) && !fault.On("not-read")
 }
 
 // maxVoided is more loads than D may repeat in the time that it insists.

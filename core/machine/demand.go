@@ -1,7 +1,6 @@
 package machine
 
 import (
-	"fmt"
 	"math"
 	"slices"
 
@@ -16,25 +15,13 @@ import (
 // the transfer has ended, so that the engine can spare the work. An engine that begins on
 // D's demand never fills its memory with caches that no D can take yet.
 
-// checkDemand: the engine announces a transfer once.
-func (m *Machine) checkDemand(id core.TransferID) error {
-	if !m.opt.ReportDemands {
-		return nil
-	}
-	if m.demands[id] || slices.ContainsFunc(m.halfOf(id), func(of *half.Offer) bool { return !of.Early() }) {
-		return fmt.Errorf("%w: transfer %q is announced or offered already; give each request a transfer_id of its own", core.ErrDuplicate, string(id))
-	}
-	return nil
-}
-
 // demanded reports an announced transfer when all the loads that it waits for are here. While the engine's cancel or Close ends
 // the shares of one, the last of them reports it.
 func (m *Machine) demanded(id core.TransferID) {
-	shares := m.halfOf(id)
-	if !m.demands[id] || m.closed || len(shares) == 0 {
+	if !m.demands[id] || m.closed {
 		return
 	}
-	first := uint32(math.MaxUint32)
+	shares, first := m.halfOf(id), uint32(math.MaxUint32)
 	for _, of := range shares {
 		l := of.Load()
 		if l == nil {
@@ -42,7 +29,9 @@ func (m *Machine) demanded(id core.TransferID) {
 		}
 		first = min(first, kv.OrZero(l.First, 0))
 	}
-	m.reportDemand(id, core.OK, "", first)
+	if len(shares) > 0 {
+		m.reportDemand(id, core.OK, "", first)
+	}
 }
 
 // prefill is the state of an offer that was announced.
@@ -54,18 +43,6 @@ func (m *Machine) reportDemand(id core.TransferID, code core.Code, reason string
 		delete(m.demands, id)
 		m.halves.Act(core.Report{ID: id, Side: core.SideDemand, Code: code, Reason: reason, Blocks: int(first), State: prefill})
 	}
-}
-
-// demandGone reports a transfer that had ended when the engine announced it.
-func (m *Machine) demandGone(id core.TransferID, t half.Tombstone) {
-	if !m.opt.ReportDemands {
-		return
-	}
-	m.demands[id] = true
-	if t.Offered {
-		t.Code, t.Reason = core.Refused, fmt.Sprintf("transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", string(id), t.Code)
-	}
-	m.reportDemand(id, t.Code, t.Reason, 0)
 }
 
 // checkDemands checks the set; only in builds with the tag "invariants".

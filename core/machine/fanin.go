@@ -21,51 +21,43 @@ type parts struct {
 	left  int // parts that have not ended
 }
 
-type claimFanIn struct{ parts }
-
 type loadFanIn struct {
 	parts
-	token   uint64
 	started time.Time
-	blocks  int
 	sum     sum
 }
 
-// sum is what the parts of one half have come to so far.
-type sum struct {
-	code   core.Code
-	reason string
-	state  string // the state in which the part ended that the code is from
-	peer   core.AgentID
-	from   core.Target
-	wait   time.Duration
-	stats  core.TransferStats
-}
+// sum is the report of all parts of one half, of what they have come to so far.
+type sum struct{ core.Report }
 
 // decide takes how a part ends; the first part that failed decides.
 func (s *sum) decide(r *core.Report) {
-	if s.code == core.OK {
-		s.code, s.reason, s.state, s.peer, s.from = r.Code, r.Reason, r.State, r.Peer, r.From
+	if s.Code == core.OK {
+		s.Code, s.Reason, s.State, s.Peer, s.From = r.Code, r.Reason, r.State, r.Peer, r.From
 	}
 }
 
-// add takes a part's report.
 func (s *sum) add(r *core.Report) {
 	s.decide(r)
-	s.wait = max(s.wait, r.Wait)
-	s.stats.Bytes += r.Stats.Bytes
-	s.stats.Segments += r.Stats.Segments
-	s.stats.Nanos = max(s.stats.Nanos, r.Stats.Nanos)
-	s.stats.Via = cmp.Or(s.stats.Via, r.Stats.Via)
+	s.Wait = max(s.Wait, r.Wait)
+	s.Stats.Bytes += r.Stats.Bytes
+	s.Stats.Segments += r.Stats.Segments
+	s.Stats.Nanos = max(s.Stats.Nanos, r.Stats.Nanos)
+	s.Stats.Via = cmp.Or(s.Stats.Via, r.Stats.Via)
+}
+
+func loadOf(p parts, token uint64, blocks int, started time.Time) *loadFanIn {
+	p.left = len(p.ids)
+	return &loadFanIn{p, started, sum{core.Report{ID: p.id, Parts: p.ids, Side: core.SideLoad, Token: token, Blocks: blocks}}}
 }
 
 // Divided makes a fan-in of a claim or load that was found to have parts.
 func (m above) Divided(now time.Time, whole core.Report, ids []core.TransferID, found []core.FoundPart) {
 	p := parts{whole.ID, whole.From, found, ids, len(ids)}
 	if whole.Side == core.SideClaim {
-		m.fans.claims[p.id] = &claimFanIn{p}
+		m.fans.claims[p.id] = &p
 	} else {
-		m.fans.loads[p.id] = &loadFanIn{parts: p, token: whole.Token, started: now.Add(-whole.Elapsed), blocks: whole.Blocks}
+		m.fans.loads[p.id] = loadOf(p, whole.Token, whole.Blocks, now.Add(-whole.Elapsed))
 	}
 }
 
@@ -77,24 +69,22 @@ func (m *Machine) loadClaimedParts(now time.Time, r core.LoadRequest) bool {
 		return false
 	}
 	if c.from != r.From || fault.On("found-claim-lost") {
-		m.dropClaimFanIn(r.ID, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
+		m.dropClaim(r.ID, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
 		return false
 	}
-	f := &loadFanIn{parts: c.parts, token: r.Token, started: now, blocks: r.Count()}
-	f.left = len(f.ids)
 	delete(m.fans.claims, r.ID)
-	m.fans.loads[r.ID] = f
-	for i := range f.found {
-		m.halves.Load(now, core.LoadRequest{ID: f.ids[i], From: f.found[i].From, Selection: r.Cut(m.layout, f.found[i].Regions), Prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), After: fault.Pick("parts-at-once", r.After, 0)}, true)
+	m.fans.loads[r.ID] = loadOf(*c, r.Token, r.Count(), now)
+	for i := range c.found {
+		m.halves.Load(now, core.LoadRequest{ID: c.ids[i], From: c.found[i].From, Selection: r.Cut(m.layout, c.found[i].Regions), Prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), After: fault.Pick("parts-at-once", r.After, 0)}, true)
 	}
 	return true
 }
 
-// endLoadFanIn ends the parts of a load that have not ended, and says whether it goes in parts. P is told the same end.
-func (m *Machine) endLoadFanIn(now time.Time, id core.TransferID, end half.Ending) bool {
+// endLoad ends a load, or the parts of one that have not ended, and says whether there is one. P is told the same end.
+func (m *Machine) endLoad(now time.Time, id core.TransferID, end half.Ending) bool {
 	f := m.fans.loads[id]
 	if f == nil {
-		return false
+		return m.halves.EndLoad(now, half.ID(id), end)
 	}
 	for _, part := range f.ids {
 		m.halves.EndLoad(now, half.ID(part), end)
@@ -102,11 +92,11 @@ func (m *Machine) endLoadFanIn(now time.Time, id core.TransferID, end half.Endin
 	return true
 }
 
-// dropClaimFanIn ends the parts of a claim, and says whether it goes in parts.
-func (m *Machine) dropClaimFanIn(id core.TransferID, end half.Ending) bool {
+// dropClaim ends a claim, or the parts of one, and says whether there was one.
+func (m *Machine) dropClaim(id core.TransferID, end half.Ending) bool {
 	f := m.fans.claims[id]
 	if f == nil {
-		return false
+		return m.halves.DropClaim(half.ID(id), end)
 	}
 	delete(m.fans.claims, id)
 	for _, part := range f.ids {
@@ -129,11 +119,11 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 	if f == nil {
 		return // the engine has its Report
 	}
-	failed := f.sum.code == core.OK && r.Code != core.OK
+	failed := f.sum.Code == core.OK && r.Code != core.OK
 	f.sum.decide(&r)
 	if failed && !fault.On("others-go-on") {
 		undo := m.halves.Because("PartFails")
-		m.endLoadFanIn(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.reason})
+		m.endLoad(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.Reason})
 		undo()
 	}
 	if !over {
@@ -144,9 +134,10 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 		return
 	}
 	delete(m.fans.loads, f.id)
-	elapsed, s := now.Sub(f.started), &f.sum
-	m.halves.Act(core.Report{ID: f.id, Parts: f.ids, Side: core.SideLoad, Token: f.token, Code: s.code, Reason: s.reason, Blocks: f.blocks,
-		Wait: max(elapsed-time.Duration(s.stats.Nanos), 0), Elapsed: elapsed, State: s.state, Peer: s.peer, From: s.from, Stats: s.stats})
+	all := f.sum.Report
+	all.Elapsed = now.Sub(f.started)
+	all.Wait = max(all.Elapsed-time.Duration(all.Stats.Nanos), 0)
+	m.halves.Act(all)
 }
 
 // ClaimEnded takes a claim's end. If the claim was lost, the engine is told, and so is P
@@ -155,24 +146,25 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 func (m above) ClaimEnded(r core.Report, over bool) {
 	whole := !isPart(r.ID)
 	f := m.fans.claims[nameOf(r.ID)] // nil: all parts have been dropped already
-	end := half.Ending{Code: core.Cancelled, Reason: r.Reason}
 	switch {
 	case whole && over, !whole && f == nil:
 		return
-	case whole:
-		m.halves.DropClaim(half.ID(r.ID), end)
 	case over:
 		if f.left--; f.left == 0 {
 			delete(m.fans.claims, f.id)
 		}
 		return
-	default:
+	case !whole:
 		defer m.halves.Because("PartFails")()
 		r.ID, r.From = f.id, f.from
 		if fault.On("lost-twice") {
 			m.halves.Act(r)
 		}
-		m.dropClaimFanIn(f.id, end)
 	}
-	m.reportLost(r)
+	m.dropClaim(r.ID, half.Ending{Code: core.Cancelled, Reason: r.Reason})
+	m.halves.Count.ClaimsLost++
+	if !fault.On("lost-forgotten") {
+		m.lost.Put(r.ID, r)
+	}
+	m.halves.Act(r)
 }

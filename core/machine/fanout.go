@@ -15,14 +15,10 @@ import (
 // engine knows only the transfer, and its blocks are free when all parts have ended.
 type fanOut struct {
 	sum
-	id      core.TransferID
 	of      int // shares
 	source  int
-	parts   []core.TransferID
 	left    int       // parts that have not ended
 	offered time.Time // zero: the engine has not offered
-	token   uint64
-	blocks  int
 }
 
 // Meet makes sure that a part that a peer names is one of this transfer's. The first
@@ -49,7 +45,7 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 		return m.partThere(core.TransferID(part))
 	}
 	if t, gone := m.halves.Ended.Get(half.ID(id)); gone {
-		return t.Answer(half.ID(id))
+		return t.Answer(string(id), "")
 	}
 	base := m.halves.Offer(half.ID(id))
 	peer, _ := m.halves.At(core.SideOffer, half.ID(id))
@@ -59,47 +55,43 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 	case !m.halves.RoomToDivide(now, base, who, share.Of):
 		return core.Refused, fmt.Sprintf("%d shares of transfer %q do not fit beside %d others", share.Of, string(id), m.halves.Offers())
 	}
-	f := &fanOut{id: id, of: share.Of, source: share.Source, left: share.Of}
+	f := &fanOut{sum: sum{core.Report{ID: id, Side: core.SideOffer}}, of: share.Of, source: share.Source, left: share.Of}
 	for k := range share.Of {
-		f.parts = append(f.parts, PartID(id, kv.Share{K: k, Of: share.Of, Source: share.Source}))
+		f.Parts = append(f.Parts, PartID(id, kv.Share{K: k, Of: share.Of, Source: share.Source}))
 	}
 	if base != nil {
 		r := base.Report(now)
-		f.offered, f.token, f.blocks = base.Offered(), r.Token, r.Blocks
+		f.offered, f.Token, f.Blocks = base.Offered(), r.Token, r.Blocks
 	}
 	m.fans.offers[id] = f
-	m.halves.Divide(now, base, who, f.parts)
+	m.halves.Divide(now, base, who, f.Parts)
 	return m.partThere(core.TransferID(part))
 }
 
 // partThere says whether a part has not ended.
 func (m *Machine) partThere(part core.TransferID) (core.Code, string) {
 	if m.halves.Offer(half.ID(part)) == nil {
-		return core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(part))
+		return core.Refused, fmt.Sprintf("transfer %q has ended already; each request needs a transfer_id of its own", string(nameOf(part)))
 	}
 	return core.OK, ""
 }
 
+// shares are the parts of a transfer at P, or itself.
+func (m *Machine) shares(id core.TransferID) []core.TransferID {
+	if f := m.fans.offers[id]; f != nil {
+		return f.Parts
+	}
+	return []core.TransferID{id}
+}
+
 // halfOf is P's half of a transfer, or the parts of it that have not ended.
 func (m *Machine) halfOf(id core.TransferID) (out []*half.Offer) {
-	ids := []core.TransferID{id}
-	if f := m.fans.offers[id]; f != nil {
-		ids = f.parts
-	}
-	for _, part := range ids {
+	for _, part := range m.shares(id) {
 		if of := m.halves.Offer(half.ID(part)); of != nil {
 			out = append(out, of)
 		}
 	}
 	return out
-}
-
-// noteOfferOfParts notes, if several ranks load the transfer, when and what the engine has
-// offered: all parts have one report.
-func (m *Machine) noteOfferOfParts(now time.Time, r *core.OfferRequest) {
-	if f := m.fans.offers[r.ID]; f != nil {
-		f.offered, f.token, f.blocks = now, r.Token, r.Count()
-	}
 }
 
 // OfferEnded takes an offer's end to the engine. If the offer is a part, the engine's
@@ -118,14 +110,14 @@ func (m above) OfferEnded(now time.Time, of *half.Offer) {
 	f := m.fans.offers[nameOf(r.ID)]
 	f.add(&r)
 	if f.left--; f.left > 0 && !(fault.On("first-share-ends") && f.left >= f.of-1) {
-		m.demanded(f.id)
+		m.demanded(f.ID)
 		return
 	}
-	delete(m.fans.offers, f.id)
-	m.reportDemand(f.id, f.code, f.reason, 0)
-	m.halves.Remember(of, half.ID(f.id), half.Tombstone{Code: f.code, Reason: f.reason, Offered: !f.offered.IsZero(), Stats: f.stats})
+	delete(m.fans.offers, f.ID)
+	m.reportDemand(f.ID, f.Code, f.Reason, 0)
+	m.halves.Remember(of, half.ID(f.ID), half.Tombstone{Code: f.Code, Reason: f.Reason, Offered: !f.offered.IsZero(), Stats: f.Stats})
 	if !f.offered.IsZero() {
-		m.halves.Act(core.Report{ID: f.id, Parts: f.parts, Side: core.SideOffer, Token: f.token, Code: f.code, Reason: f.reason, Blocks: f.blocks,
-			Wait: f.wait, Elapsed: now.Sub(f.offered), State: f.state, Peer: f.peer, Stats: f.stats})
+		f.Elapsed = now.Sub(f.offered)
+		m.halves.Act(f.Report)
 	}
 }

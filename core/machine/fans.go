@@ -7,39 +7,27 @@ import (
 )
 
 // fans are the transfers that go in parts. Only this package knows that an engine has several ranks: fans.go, fanin.go, fanout.go
-// and share.go. Each half knows one peer. The calls of the engine reach the parts of a transfer by halfOf, dropClaimFanIn and
-// endLoadFanIn.
+// and share.go. Each half knows one peer. The calls of the engine reach the parts of a transfer by halfOf, dropClaim and
+// endLoad.
 type fans struct {
-	claims map[core.TransferID]*claimFanIn
+	claims map[core.TransferID]*parts
 	loads  map[core.TransferID]*loadFanIn
 	offers map[core.TransferID]*fanOut
-}
-
-func newFans() fans {
-	return fans{claims: map[core.TransferID]*claimFanIn{}, loads: map[core.TransferID]*loadFanIn{}, offers: map[core.TransferID]*fanOut{}}
 }
 
 // above is the machine as the halves know it.
 type above struct{ *Machine }
 
-func (m above) Name(id half.ID) core.TransferID { return nameOf(id) }
-func (m above) Shares(id half.ID) []core.TransferID {
-	if f := m.fans.offers[nameOf(id)]; f != nil {
-		return f.parts
-	}
-	return nil
-}
-func (m above) Demanded(id half.ID) bool { return m.demands[nameOf(id)] }
-func (m above) Loaded(id half.ID)        { m.demanded(nameOf(id)) }
-func (m above) Forgotten(id half.ID)     { delete(m.fans.offers, nameOf(id)) }
+func (m above) Name(id half.ID) core.TransferID     { return nameOf(id) }
+func (m above) Shares(id half.ID) []core.TransferID { return m.shares(nameOf(id)) }
+func (m above) Demanded(id half.ID) bool            { return m.demands[nameOf(id)] }
+func (m above) Loaded(id half.ID)                   { m.demanded(nameOf(id)) }
+func (m above) Forgotten(id half.ID)                { delete(m.fans.offers, nameOf(id)) }
 
-// claimed and loading say whether the engine has claimed a transfer, or loads it.
-func (m *Machine) claimed(id core.TransferID) bool {
-	return m.halves.Claims(half.ID(id)) || m.fans.claims[id] != nil
-}
-
-func (m *Machine) loading(id core.TransferID) bool {
-	return m.halves.Loads(half.ID(id)) || m.fans.loads[id] != nil
+// underWay says whether the engine has claimed a transfer, or loads it.
+func (m *Machine) underWay(id core.TransferID) (claimed, loading bool) {
+	claimed, loading, _ = m.halves.Decodes(half.ID(id))
+	return claimed || m.fans.claims[id] != nil, loading || m.fans.loads[id] != nil
 }
 
 func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans.claims) }
@@ -48,7 +36,7 @@ func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans
 // load of which P must still hear counts too.
 func (m *Machine) namedLoads(id core.TransferID) int {
 	n := m.halves.WholeLoads() + len(m.fans.loads)
-	if m.halves.Farewell(half.ID(id)) {
+	if _, _, farewell := m.halves.Decodes(half.ID(id)); farewell {
 		n--
 	}
 	return n
@@ -71,10 +59,11 @@ func (m *Machine) checkFanIns() {
 	}
 	check := func(id core.TransferID, p *parts) {
 		invariants.Must(p.id == id && p.left == left[id] && p.left > 0, "load %q has %d of %d parts, counted %d", id, left[id], len(p.ids), p.left)
-		invariants.Must(!m.halves.Claims(half.ID(id)) && !m.halves.Loads(half.ID(id)), "load %q is whole and in parts", id)
+		claim, load, _ := m.halves.Decodes(half.ID(id))
+		invariants.Must(!claim && !load, "load %q is whole and in parts", id)
 	}
 	for id, f := range m.fans.claims {
-		check(id, &f.parts)
+		check(id, f)
 		invariants.Must(m.fans.loads[id] == nil, "transfer %q is claimed and loaded", id)
 	}
 	for id, f := range m.fans.loads {
@@ -86,7 +75,7 @@ func (m *Machine) checkFanIns() {
 func (m *Machine) checkFanOuts() {
 	for id, f := range m.fans.offers {
 		live := m.halfOf(id)
-		invariants.Must(f.id == id && len(live) == f.left && f.left > 0 && len(f.parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)
+		invariants.Must(f.ID == id && len(live) == f.left && f.left > 0 && len(f.Parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)
 		invariants.Must(m.halves.Offer(half.ID(id)) == nil, "offer %q is whole and in parts", id)
 		for _, of := range live {
 			invariants.Must(of.Offered().Equal(f.offered), "a part of offer %q is in state %v", id, of.State())

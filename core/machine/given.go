@@ -11,32 +11,17 @@ import (
 // Given are the transfers for which blocks of the engine may be read or written, or will be: those of loads, and of the offers and
 // partial offers that the engine has not got back. They have no order, and one of several parts may be named for each. It walks over
 // all halves.
-func (m *Machine) Given() (ids []core.TransferID) {
-	for id := range m.halves.Given() {
-		ids = append(ids, nameOf(id))
-	}
-	return ids
-}
-
-// AnyGiven says whether there are some.
-func (m *Machine) AnyGiven() bool {
-	for range m.halves.Given() {
-		return true
-	}
-	return false
-}
+func (m *Machine) Given() []core.TransferID { return m.halves.Given() }
 
 func (m *Machine) stepRemapped(now time.Time, r core.Remapped) {
 	end := half.Ending{Code: fault.Pick("remapped-is-cancelled", core.Failed, core.Cancelled), Reason: r.Reason}
-	if m.halves.GivenLoad(half.ID(r.ID)) {
-		m.halves.EndLoad(now, half.ID(r.ID), end)
+	if m.fans.loads[r.ID] != nil || m.halves.GivenLoad(half.ID(r.ID)) {
+		m.endLoad(now, r.ID, end)
 	}
-	m.endLoadFanIn(now, r.ID, end)
 	m.halves.Settle(now)
 	for _, of := range m.halfOf(r.ID) {
 		if of.Given() && !fault.On("remapped-is-offered") {
-			m.halves.EndOffer(now, of, end)
+			m.halves.EndOffer(now, of, end, true)
 		}
 	}
-	m.halves.Settle(now)
 }

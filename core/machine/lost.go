@@ -3,7 +3,6 @@ package machine
 import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/half"
-	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/invariants"
 )
 
@@ -12,23 +11,8 @@ import (
 // a request until it has blocks hears before that its P is gone. If a LoadRequest follows all the
 // same, it ends as the claim did.
 
-func (m *Machine) reportLost(r core.Report) {
-	m.halves.Count.ClaimsLost++
-	if !fault.On("lost-forgotten") {
-		m.lost.Put(r.ID, r)
-	}
-	m.halves.Act(r)
-}
-
 // wasLost says whether the newest claim of an id was reported.
 func (m *Machine) wasLost(id core.TransferID) bool { return m.lost.Get(id).Code != core.OK }
-
-// forgetLost forgets what an earlier claim of the same id came to.
-func (m *Machine) forgetLost(id core.TransferID) {
-	if m.wasLost(id) {
-		m.lost.Put(id, core.Report{})
-	}
-}
 
 // loadOfLost reports a load whose claim was lost, as the claim ended, and says whether it
 // did. A load that only lets go never fails.

@@ -32,7 +32,8 @@ type Machine struct {
 // New makes a Machine for one registered layout.
 func New(layout *kv.Layout, opt core.Options) *Machine {
 	opt = opt.WithDefaults()
-	m := &Machine{opt: opt, layout: layout, fans: newFans(), demands: map[core.TransferID]bool{}, lost: half.Remember[core.TransferID, core.Report](opt.MaxTransfers)}
+	m := &Machine{opt: opt, layout: layout, demands: map[core.TransferID]bool{}, lost: half.Remember[core.TransferID, core.Report](opt.MaxTransfers)}
+	m.fans = fans{claims: map[core.TransferID]*parts{}, loads: map[core.TransferID]*loadFanIn{}, offers: map[core.TransferID]*fanOut{}}
 	m.halves = half.New(layout, opt, above{m})
 	return m
 }
@@ -98,6 +99,7 @@ func (m *Machine) Step(now time.Time, e core.Event) []core.Action {
 			answer = core.Refuse{Err: err}
 		}
 	}
+	m.halves.Settle(now)
 	if invariants.Enabled {
 		// With many halves only some steps check, since a check looks at all of them.
 		if m.steps++; m.steps%(1+m.halves.Len()/64) == 0 {
@@ -149,8 +151,7 @@ func (m *Machine) Sizes() core.Sizes {
 	return s
 }
 
-// OldestWait is how long the oldest half has waited of those whose report is owed to the
-// engine.
+// OldestWait is how long the oldest half has waited of those whose report is owed to the engine.
 func (m *Machine) OldestWait(now time.Time) time.Duration { return m.halves.OldestWait(now) }
 
 // PeerOf is the agent at the other end of a half, or of a part of one; "" if there is no such
@@ -191,13 +192,15 @@ func (m *Machine) stepClaim(now time.Time, r core.ClaimRequest) error {
 	if err := m.checkTarget(r.ID, r.From); err != nil {
 		return err
 	}
-	if m.claimed(r.ID) || m.loading(r.ID) {
+	if claimed, loading := m.underWay(r.ID); claimed || loading {
 		return nil
 	}
 	if m.namedClaims() >= m.opt.MaxTransfers {
 		return m.overload("claims")
 	}
-	m.forgetLost(r.ID)
+	if m.wasLost(r.ID) { // an earlier claim of the id
+		m.lost.Put(r.ID, core.Report{})
+	}
 	m.halves.Claim(now, r)
 	return nil
 }
@@ -209,7 +212,7 @@ func (m *Machine) stepLoad(now time.Time, r core.LoadRequest) error {
 	if err := r.CheckLoad(m.layout); err != nil {
 		return fmt.Errorf("%w: load %q: %w", core.ErrInvalid, string(r.ID), err)
 	}
-	if m.loading(r.ID) {
+	if _, loading := m.underWay(r.ID); loading {
 		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", core.ErrDuplicate, string(r.ID))
 	}
 	// A load without blocks lets go of the transfer: it is never refused because there is no
@@ -221,19 +224,14 @@ func (m *Machine) stepLoad(now time.Time, r core.LoadRequest) error {
 	if !m.loadOfLost(&r) && !m.loadClaimedParts(now, r) {
 		m.halves.Load(now, r, false)
 	}
-	m.halves.Settle(now)
 	return nil
 }
 
-// checkTarget checks what a claim or load is from.
 func (m *Machine) checkTarget(id core.TransferID, from core.Target) error {
-	switch err := m.check(id); {
-	case err != nil:
+	if err := m.check(id); err != nil || from.Bootstrap != "" || from.EngineID != "" {
 		return err
-	case from.Bootstrap == "" && from.EngineID == "":
-		return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", core.ErrInvalid, string(id))
 	}
-	return nil
+	return fmt.Errorf("%w: load %q names neither a bootstrap address nor an engine_id", core.ErrInvalid, string(id))
 }
 
 func (m *Machine) overload(what string) error {
@@ -245,12 +243,12 @@ func (m *Machine) stepCancel(now time.Time, e core.Cancel) error {
 		return err
 	}
 	end := half.Ending{Code: core.Cancelled, Reason: cmp.Or(e.Reason, "cancelled by the decode engine")}
-	decodes := slices.Contains([]bool{m.halves.Farewell(half.ID(e.ID)), m.wasLost(e.ID), // and all that there are end:
-		m.halves.DropClaim(half.ID(e.ID), end), m.halves.EndLoad(now, half.ID(e.ID), end), m.dropClaimFanIn(e.ID, end), m.endLoadFanIn(now, e.ID, end)}, true)
+	_, _, farewell := m.halves.Decodes(half.ID(e.ID))
+	decodes := slices.Contains([]bool{farewell, m.wasLost(e.ID), // and all that there are end:
+		m.dropClaim(e.ID, end), m.endLoad(now, e.ID, end)}, true)
 	m.halves.Settle(now)
 	if !decodes || m.halfOf(e.ID) != nil {
 		m.cancelOffer(now, e.ID, cmp.Or(e.Reason, "cancelled by the prefill engine"))
-		m.halves.Settle(now)
 	}
 	return nil
 }
@@ -271,7 +269,7 @@ func (m *Machine) check(id core.TransferID) error {
 func (m *Machine) checkInvariants() {
 	busy := m.halves.Check()
 	for _, l := range m.fans.loads {
-		if l.blocks > 0 {
+		if l.sum.Blocks > 0 {
 			busy++
 		}
 	}

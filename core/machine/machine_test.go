@@ -139,11 +139,7 @@ func (s *script) ask(m *scripted, what string, id core.TransferID) (said string,
 	case "given":
 		given := m.Given()
 		slices.Sort(given)
-		said = fmt.Sprint(slices.Compact(given))
-		if m.AnyGiven() != (len(given) > 0) {
-			said += " and not"
-		}
-		return said, true
+		return fmt.Sprint(slices.Compact(given)), true
 	case "state":
 		if id != "" {
 			return fmt.Sprintf("load %s, offer %s", m.StateOf(core.SideLoad, id), m.StateOf(core.SideOffer, id)), true

@@ -17,21 +17,34 @@ func (m *Machine) stepAnnounce(now time.Time, id core.TransferID) error {
 	if err := m.check(id); err != nil {
 		return err
 	}
-	if t, gone := m.halves.Ended.Get(half.ID(id)); gone {
-		m.demandGone(id, t)
-		return nil // D gave up first; the OfferRequest will tell so
+	t, gone := m.halves.Ended.Get(half.ID(id)) // D gave up first; the OfferRequest will tell so
+	if !gone {
+		named := func(of *half.Offer) bool { return !of.Early() }
+		if m.opt.ReportDemands && (m.demands[id] || slices.ContainsFunc(m.halfOf(id), named)) {
+			return fmt.Errorf("%w: transfer %q is announced or offered already; give each request a transfer_id of its own", core.ErrDuplicate, string(id))
+		}
+		if err := m.announce(now, id); err != nil {
+			return err
+		}
 	}
-	if err := m.checkDemand(id); err != nil {
-		return err
+	if !m.opt.ReportDemands {
+		return nil
 	}
-	if err := m.announce(now, id); err != nil {
-		return err
-	}
-	if m.opt.ReportDemands {
-		m.demands[id] = true
+	m.demands[id] = true
+	switch {
+	case !gone:
 		m.demanded(id)
+	case t.Offered:
+		m.reportDemand(id, core.Refused, ended(id, t), 0)
+	default:
+		m.reportDemand(id, t.Code, t.Reason, 0)
 	}
 	return nil
+}
+
+// ended is why a transfer that was offered is not taken anew.
+func ended(id core.TransferID, t half.Tombstone) string {
+	return fmt.Sprintf("transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", string(id), t.Code)
 }
 
 // announce backs a half with the engine's word. D may have begun the half.
@@ -86,7 +99,7 @@ func (m *Machine) stepOffer(now time.Time, r core.OfferRequest) error {
 	m.reportDemand(r.ID, core.OK, "", 0) // the engine did not wait for it
 	if t, gone := m.halves.Ended.Get(half.ID(r.ID)); gone && list == nil {
 		if t.Offered {
-			return fmt.Errorf("%w: transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", core.ErrDuplicate, string(r.ID), t.Code)
+			return fmt.Errorf("%w: %s", core.ErrDuplicate, ended(r.ID, t))
 		}
 		m.halves.Ended.Add(half.ID(r.ID), half.Tombstone{Code: t.Code, Reason: t.Reason, Offered: true})
 		m.halves.Count.Offered++
@@ -97,7 +110,9 @@ func (m *Machine) stepOffer(now time.Time, r core.OfferRequest) error {
 		return err
 	}
 	m.halves.Count.Offered++
-	m.noteOfferOfParts(now, &r)
+	if f := m.fans.offers[r.ID]; f != nil { // all parts have one report
+		f.offered, f.Token, f.Blocks = now, r.Token, r.Count()
+	}
 	if list == nil {
 		list = []*half.Offer{m.halves.NewOffer(now, half.ID(r.ID))}
 	}
@@ -167,6 +182,6 @@ func (m *Machine) cancelOffer(now time.Time, id core.TransferID, reason string) 
 		if fault.On("cancel-one-share") && i > 0 {
 			break
 		}
-		m.halves.EndOffer(now, of, half.Ending{Code: core.Cancelled, Reason: reason})
+		m.halves.EndOffer(now, of, half.Ending{Code: core.Cancelled, Reason: reason}, true)
 	}
 }

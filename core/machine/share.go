@@ -34,16 +34,9 @@ func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	}
 	k, rest, _ := strings.Cut(text, "/")
 	of, source, _ := strings.Cut(rest, "@")
-	for _, f := range []struct {
-		text string
-		to   *int
-	}{{k, &s.K}, {of, &s.Of}, {source, &s.Source}} {
-		n, err := strconv.ParseUint(f.text, 10, 16)
-		if err != nil {
-			return "", kv.Share{}, false
-		}
-		*f.to = int(n)
-	}
+	s.K, _ = strconv.Atoi(k) // PartID does not write what is no number
+	s.Of, _ = strconv.Atoi(of)
+	s.Source, _ = strconv.Atoi(source)
 	id = core.TransferID(base)
 	return id, s, checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
 }
@@ -52,10 +45,8 @@ func checkID[T ~string](id T) error {
 	if len(id) == 0 || len(id) > core.MaxTransferID {
 		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
 	}
-	for i := 0; i < len(id); i++ {
-		if id[i] == 0 {
-			return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
-		}
+	if isPart(id) {
+		return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
 	}
 	return nil
 }

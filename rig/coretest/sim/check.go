@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -283,6 +284,9 @@ func (a *agent) checkLoaded(h *half, token uint64) {
 // checkReason says whether an end is one that the world gave a reason for.
 func (a *agent) checkReason(r core.Report) {
 	w := a.w
+	if strings.ContainsAny(r.Reason, "\x00") || strings.Contains(r.Reason, `\x00`) {
+		w.fault(r.ID, "%s: the engine is told of %q by the id of a part: %s", a.id, r.ID, r.Reason)
+	}
 	if d := w.byID[r.Peer]; r.Side == core.SideOffer && d != nil && !d.dead && r.Reason == fmt.Sprintf("decode agent %s is gone", d.id) {
 		w.fault(r.ID, "%s: %s is said to be gone, but its link only was made anew", a.id, d.id)
 	}

@@ -56,7 +56,7 @@ func (a *agent) wake() {
 	if a.closing {
 		return
 	}
-	if a.m.AnyGiven() {
+	if len(a.m.Given()) > 0 {
 		a.after(20*time.Millisecond, a.wake)
 		return
 	}
