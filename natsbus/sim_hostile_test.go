@@ -1,0 +1,195 @@
+package natsbus
+
+import (
+	"context"
+	"flag"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvconn/kvconn/rig/leaktest"
+)
+
+var (
+	simSeeds = flag.Uint64("sim.seeds", 60, "how many seeds TestHostileSim runs")
+	simFrom  = flag.Uint64("sim.from", 0, "the first seed of TestHostileSim")
+)
+
+// simSteps are those of one seed.
+const simSteps = 120
+
+// TestHostileSim runs seeds of a simulator: some honest agents ask each other, over a prefill agent's server or a NATS cluster,
+// while messages are lost, doubled, delayed and overtaken, connections break, and a hostile peer says and does what its
+// permissions allow. After each step:
+//
+//   - No honest agent takes a message for one of another than its sender, or of another than it was for, or takes it again.
+//   - Each request of an honest agent has ended with the answer of who was asked, or with an error, or its time is not over.
+//   - The hostile peer has no more than its share of what there is for all.
+//
+// At the end, when nothing is lost any more, the hostile peer takes all places that it can: an honest newcomer gets in, and all
+// honest agents are answered.
+func TestHostileSim(t *testing.T) {
+	leaktest.Check(t)
+	seeds := *simSeeds
+	if testing.Short() {
+		seeds = min(seeds, 20)
+	}
+	faults := map[string]int{}
+	for seed := *simFrom; seed < *simFrom+seeds; seed++ {
+		w := runSeed(t, seed)
+		for what, n := range w.faults {
+			faults[what] += n
+		}
+		if len(w.broken) > 0 {
+			t.Fatalf("seed %d: %s\n\nwhat happened before:\n%s\n\nto repeat it: go test ./natsbus -run '^TestHostileSim$' -sim.from %d -sim.seeds 1",
+				seed, strings.Join(w.broken, "\n\t"), strings.Join(w.story, "\n"), seed)
+		}
+		if t.Failed() {
+			t.Fatalf("in seed %d", seed)
+		}
+	}
+	t.Logf("faults: %v", faults)
+	if seeds < 20 {
+		return
+	}
+	// A world in which nothing is answered, or nothing happens, would prove nothing.
+	for _, want := range []string{"ask", "answered", "unanswered", "lost", "doubled", "delayed", "break", "hostile-heard", "hostile-enters", "hostile-name",
+		"hostile-from", "hostile-elsewhere", "hostile-answer", "hostile-hears", "hostile-late", "hostile-relay", "hostile-crowd", "hostile-replay",
+		"hostile-open", "hostile-poses", "hostile-session", "hostile-plain"} {
+		if faults[want] == 0 {
+			t.Errorf("in %d seeds there was no %q", seeds, want)
+		}
+	}
+}
+
+// runSeed runs a seed in a bubble of its own. nats.go has a pool of timers for all its connections, in which those of a bubble
+// are of no use to others, and those of others to a bubble: two collections empty it.
+func runSeed(t *testing.T, seed uint64) (w *simWorld) {
+	t.Helper()
+	empty := func() {
+		runtime.GC()
+		runtime.GC()
+	}
+	empty()
+	defer empty()
+	synctest.Test(t, func(t *testing.T) {
+		w = newSimWorld(t, seed)
+		w.run()
+	})
+	return w
+}
+
+func (w *simWorld) run() {
+	defer w.close()
+	for range simSteps {
+		switch what := w.rnd.IntN(100); {
+		case what < 40:
+			a, b := w.two()
+			w.ask(a, b, []time.Duration{30 * time.Millisecond, time.Second, 8 * time.Second}[w.rnd.IntN(3)], nil)
+		case what < 85:
+			w.evil.strike()
+		case what < 90:
+			a := w.agents[w.rnd.IntN(len(w.agents))]
+			w.tell("break", "%s", a.name)
+			w.net.cut(a.id)
+		case what < 92:
+			w.evil.crowd()
+		case what < 94:
+			w.evil.release()
+		}
+		w.pass(time.Duration(w.rnd.Int64N(int64(200 * time.Millisecond))))
+		if w.check(); len(w.broken) > 0 {
+			return
+		}
+	}
+	w.end()
+}
+
+// check is what holds after each step.
+func (w *simWorld) check() {
+	w.evil.listen()
+	w.evil.check(func(what string) { w.fault("%s", what) })
+	w.net.mu.Lock()
+	for _, what := range w.net.broken {
+		w.fault("%s", what)
+	}
+	w.net.broken = nil
+	w.net.mu.Unlock()
+}
+
+// end has all requests end. Then all honest agents are answered, and so is a newcomer, though the hostile peer is there.
+func (w *simWorld) end() {
+	w.calm = true
+	w.evil.release()
+	w.pass(15 * time.Second)
+	w.mu.Lock()
+	if w.open > 0 {
+		w.broken = append(w.broken, "requests have not ended by the end of their time")
+	}
+	w.mu.Unlock()
+	w.evil.crowd()
+	w.pass(time.Second)
+	w.check()
+	if len(w.broken) > 0 {
+		return
+	}
+	old := w.agents[0]
+	newcomer := w.addNewcomer()
+	if newcomer == nil {
+		return
+	}
+	ended := make(chan error, 2*len(w.agents)+2)
+	n := 0
+	for _, a := range w.agents {
+		if a != old {
+			w.ask(a, old, 30*time.Second, ended)
+			w.ask(old, a, 30*time.Second, ended)
+			n += 2
+		}
+	}
+	w.pass(time.Second)
+	w.check()
+	w.evil.release()
+	w.pass(31 * time.Second)
+	for range n {
+		select {
+		case err := <-ended:
+			if err != nil {
+				w.fault("in a calm world a request of honest agents ends with: %v", err)
+			}
+		default:
+			w.fault("in a calm world a request of honest agents does not end")
+		}
+	}
+	w.check()
+}
+
+func (w *simWorld) addNewcomer() *simAgent {
+	if w.server != nil {
+		return w.addDecode(99)
+	}
+	return w.addMember("newcomer")
+}
+
+// close ends all agents.
+func (w *simWorld) close() {
+	w.evil.leave()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	for _, a := range slices.Backward(w.agents) {
+		if err := a.bus.Close(ctx); err != nil {
+			w.fault("close: %v", err)
+		}
+	}
+	if w.server != nil {
+		w.server.clients.close()
+	}
+	w.net.close()
+	w.wg.Wait()
+	if w.server != nil {
+		w.server.clients.wg.Wait()
+	}
+}
