@@ -3,7 +3,9 @@ package natsbus
 import (
 	"crypto/rand"
 	"fmt"
+	mathrand "math/rand/v2"
 	"slices"
+	"strings"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
@@ -50,7 +52,10 @@ func (h *hostileOperator) send(subj, reply string, data []byte) {
 // listen takes note of all messages, and answers some before their receivers do.
 func (h *hostileOperator) listen() {
 	for _, m := range h.w.net.listen() {
-		kind := kindOfSealed(m.data)
+		kind, chance := kindOfSealed(m.data), m.chance(h.w.seed, 1)
+		if strings.Contains(m.subj, elsewhere) {
+			h.w.fault("%s answers the hostile peer at %s", h.w.nameOf(m.from.id), m.subj)
+		}
 		if o, ok := h.opens[m.subj]; ok {
 			h.opened(m, o)
 			continue
@@ -62,17 +67,17 @@ func (h *hostileOperator) listen() {
 		h.requests = append(h.requests, m)
 		switch to := h.agentAt(m); {
 		case to == nil:
-		case kind == sealOpen && h.w.rnd.IntN(3) == 0:
+		case kind == sealOpen && chance.IntN(3) == 0:
 			h.w.tell("hostile-poses", "opens a session as %s", to.name)
-			if s, opened, err := h.as(to.id).accept(m.from.id, m.data, h.w.rnd.Uint64()); err == nil {
+			if s, opened, err := h.as(to.id).accept(m.from.id, m.data, chance.Uint64()); err == nil {
 				h.posed[s.id] = s
 				h.send(m.reply, "", opened)
 			}
 		case kind == sealRequest && h.posed[sessionOf(m.data)] != nil:
 			s, to := h.posed[sessionOf(m.data)], markOf(m.data)
 			h.send(m.reply, "", s.sealAnswer(append(sealHeadroom(nil), h.reply()...), &to))
-		case kind == sealRequest && h.w.rnd.IntN(3) == 0:
-			h.answer(m)
+		case kind == sealRequest && chance.IntN(3) == 0:
+			h.answer(m, chance)
 		}
 	}
 	h.requests, h.answers = h.requests[max(0, len(h.requests)-32):], h.answers[max(0, len(h.answers)-32):]
@@ -90,16 +95,19 @@ func (h *hostileOperator) opened(m *simMessage, o hostileOpen) {
 	}
 	delete(h.opens, m.subj)
 	h.mine = append(h.mine, o)
-	h.request(o, o.self.id)
+	h.request(o, o.self.id, inboxOf(o.self.id)+".x")
 }
 
+// elsewhere is in the subjects of others at which it wants its own requests answered.
+const elsewhere = ".elsewhere"
+
 // request sends a request of a session in some agent's name.
-func (h *hostileOperator) request(o hostileOpen, name core.AgentID) {
+func (h *hostileOperator) request(o hostileOpen, name core.AgentID, reply string) {
 	data, err := message(wire.KindSignal, name, h.word()).MarshalMsg(sealHeadroom(nil))
 	if err != nil {
 		h.w.t.Fatal(err)
 	}
-	h.send(subject(o.to.id, name), inboxOf(name)+".x", o.session.sealRequest(data))
+	h.send(subject(o.to.id, name), reply, o.session.sealRequest(data))
 }
 
 func (h *hostileOperator) agentAt(m *simMessage) *simAgent {
@@ -120,8 +128,8 @@ func (h *hostileOperator) reply() []byte {
 }
 
 // answer answers a request in the place of who was asked.
-func (h *hostileOperator) answer(m *simMessage) {
-	what := h.w.rnd.IntN(5)
+func (h *hostileOperator) answer(m *simMessage, rnd *mathrand.Rand) {
+	what := rnd.IntN(5)
 	h.w.tell("hostile-answer", "answers at %s, by way %d", m.reply, what)
 	switch what {
 	case 0:
@@ -164,7 +172,7 @@ func (h *hostileOperator) strike() {
 		}
 	case 3, 4:
 		if m := sealed(); m != nil && kindOfSealed(m.data) == sealRequest {
-			h.answer(m)
+			h.answer(m, w.rnd)
 		}
 	case 5: // a session, as itself or as another
 		name := []core.AgentID{own, b.id}[w.rnd.IntN(2)]
@@ -180,12 +188,12 @@ func (h *hostileOperator) strike() {
 	case 6: // its own session, in another's name
 		if len(h.mine) > 0 {
 			o := h.mine[w.rnd.IntN(len(h.mine))]
-			name := own
-			if o.to != b {
-				name = b.id
+			name, reply := own, inboxOf(b.id)+elsewhere
+			if o.to != b && w.rnd.IntN(2) == 0 {
+				name, reply = b.id, inboxOf(b.id)+".x"
 			}
-			w.tell("hostile-session", "asks %s over its own session as %s", o.to.name, w.nameOf(name))
-			h.request(o, name)
+			w.tell("hostile-session", "asks %s over its own session as %s, to be answered at %s", o.to.name, w.nameOf(name), reply)
+			h.request(o, name, reply)
 		}
 	default: // not sealed
 		w.tell("hostile-plain", "asks %s as %s", a.name, b.name)

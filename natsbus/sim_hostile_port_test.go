@@ -49,7 +49,6 @@ func (h *hostileClient) enter() *hostileConn {
 		h.w.tell("hostile-refused", "%v", err)
 		return nil
 	}
-	h.id = e.id()
 	c := &hostileConn{out: newSimWriter()}
 	h.w.wg.Go(func() { c.out.run(conn) })
 	h.w.wg.Go(func() {
@@ -106,7 +105,7 @@ func (h *hostileClient) strike() {
 	a, b := w.two()
 	h.n++
 	word, inbox := fmt.Sprint("evil", h.n), inboxOf(h.id)+fmt.Sprint(".", h.n)
-	switch w.rnd.IntN(8) {
+	switch w.rnd.IntN(9) {
 	case 0:
 		w.tell("hostile-name", "sends to %s as %s", a.name, b.name)
 		h.publish(subject(a.id, b.id), inbox, message(wire.KindSignal, b.id, word))
@@ -127,7 +126,13 @@ func (h *hostileClient) strike() {
 		w.tell("hostile-hears", "wants to hear %s", a.name)
 		h.overhear(h.conn, a)
 	case 6:
-		h.relay(a)
+		h.relay()
+	case 7:
+		w.tell("hostile-flood", "asks %s much at once", a.name)
+		for range 15 {
+			h.n++
+			h.publish(subject(a.id, h.id), inboxOf(h.id)+fmt.Sprint(".", h.n), message(wire.KindSignal, h.id, word+strings.Repeat(" ", 100<<10)))
+		}
 	default:
 		h.late()
 	}
@@ -163,16 +168,15 @@ func (h *hostileClient) late() {
 	c.out.give(nil, true)
 }
 
-// relay passes the server's proof on to an agent that a client has sent here, and that agent's to the server.
-func (h *hostileClient) relay(*simAgent) {
+// relay passes the server's proof on to an agent that a client has sent here, and that agent's to the server. Or it gives the server its
+// own proof back.
+func (h *hostileClient) relay() {
 	w := h.w
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
-	proves := secrets{token: w.token}
-	if w.rnd.IntN(2) == 0 {
-		proves = secrets{seed: h.victim}
-	}
-	w.tell("hostile-relay", "nkey: %t", proves.seed != "")
+	way := w.rnd.IntN(3)
+	proves := []secrets{{token: w.token}, {seed: h.victim}, {}}[way]
+	w.tell("hostile-relay", "way %d", way)
 	theirs, mine := net.Pipe()
 	deadline := time.Now().Add(time.Second)
 	_, _ = theirs.SetDeadline(deadline), mine.SetDeadline(deadline)
@@ -202,10 +206,15 @@ func (h *hostileClient) relay(*simAgent) {
 	if err = agent.HandshakeContext(ctx); err == nil {
 		err = server.HandshakeContext(ctx)
 	}
+	proof := ""
 	if err == nil {
-		pass(agent, server)
+		proof = pass(agent, server)
 	}
-	if err == nil {
+	switch {
+	case err != nil:
+	case way == 2:
+		_, err = fmt.Fprintf(server, "%s %s - %s\n", rightAsk, methodToken, strings.Fields(proof + " - -")[1])
+	default:
 		pass(server, agent)
 	}
 	if err != nil {
@@ -239,8 +248,8 @@ func (h *hostileClient) leave() {
 }
 
 func (h *hostileClient) owns(id, account string) bool {
-	// A decode agent counts all who ask over a port under that.
-	return core.AgentID(id) == h.id && (account == "10.0.9.9/32" || account == string(simVia))
+	// A decode agent counts all who ask over a port under that, and the server's agent all who have gone under none.
+	return core.AgentID(id) == h.id && (account == "10.0.9.9/32" || account == string(simVia) || account == "")
 }
 
 func (h *hostileClient) check(broken func(string)) {

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/wire"
 )
 
 var (
@@ -56,7 +57,7 @@ func TestHostileSim(t *testing.T) {
 		return
 	}
 	// A world in which nothing is answered, or nothing happens, would prove nothing.
-	for _, want := range []string{"ask", "answered", "unanswered", "lost", "doubled", "delayed", "break", "hostile-heard", "hostile-enters", "hostile-name",
+	for _, want := range []string{"ask", "answered", "unanswered", "lost", "doubled", "delayed", "break", "forget", "hostile-flood", "hostile-heard", "hostile-enters", "hostile-name",
 		"hostile-from", "hostile-elsewhere", "hostile-answer", "hostile-hears", "hostile-late", "hostile-relay", "hostile-crowd", "hostile-replay",
 		"hostile-open", "hostile-poses", "hostile-session", "hostile-plain"} {
 		if faults[want] == 0 {
@@ -88,7 +89,7 @@ func (w *simWorld) run() {
 		switch what := w.rnd.IntN(100); {
 		case what < 40:
 			a, b := w.two()
-			w.ask(a, b, []time.Duration{30 * time.Millisecond, time.Second, 8 * time.Second}[w.rnd.IntN(3)], nil)
+			w.ask(a, b, []wire.Kind{wire.KindHello, wire.KindSignal}[w.rnd.IntN(2)], []time.Duration{30 * time.Millisecond, time.Second, 8 * time.Second}[w.rnd.IntN(3)], nil)
 		case what < 85:
 			w.evil.strike()
 		case what < 90:
@@ -99,6 +100,8 @@ func (w *simWorld) run() {
 			w.evil.crowd()
 		case what < 94:
 			w.evil.release()
+		case what < 97 && w.server == nil:
+			w.forget(w.agents[w.rnd.IntN(len(w.agents))])
 		}
 		w.pass(time.Duration(w.rnd.Int64N(int64(200 * time.Millisecond))))
 		if w.check(); len(w.broken) > 0 {
@@ -106,6 +109,17 @@ func (w *simWorld) run() {
 		}
 	}
 	w.end()
+}
+
+// forget has an agent forget the sessions that others have opened with it.
+func (w *simWorld) forget(a *simAgent) {
+	w.tell("forget", "%s", a.name)
+	s := a.bus.seals.responder
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, v := range s.by {
+		s.drop(v)
+	}
 }
 
 // check is what holds after each step.
@@ -141,12 +155,13 @@ func (w *simWorld) end() {
 	if newcomer == nil {
 		return
 	}
+	// An agent may have forgotten sessions before: only a request that may be repeated ends well then.
 	ended := make(chan error, 2*len(w.agents)+2)
 	n := 0
 	for _, a := range w.agents {
 		if a != old {
-			w.ask(a, old, 30*time.Second, ended)
-			w.ask(old, a, 30*time.Second, ended)
+			w.ask(a, old, wire.KindHello, 30*time.Second, ended)
+			w.ask(old, a, wire.KindHello, 30*time.Second, ended)
 			n += 2
 		}
 	}
@@ -189,7 +204,10 @@ func (w *simWorld) close() {
 	}
 	w.net.close()
 	w.wg.Wait()
-	if w.server != nil {
-		w.server.clients.wg.Wait()
+	if s := w.server; s != nil {
+		s.clients.wg.Wait()
+		if n := len(s.clients.conns) + len(s.clients.held) + len(s.clients.waiting) + len(s.authenticator.users); n > 0 || s.unanswered.total != 0 || s.unread.total != 0 {
+			w.fault("when all have gone the server holds %d places, %d and %d bytes", n, s.unanswered.total, s.unread.total)
+		}
 	}
 }

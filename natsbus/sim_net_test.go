@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"strconv"
@@ -33,7 +34,8 @@ type simNet struct {
 }
 
 type simMessage struct {
-	from        *simConn
+	from        *simConn // nil: of a hostile operator
+	n           int      // the how manyth of its connection
 	subj, reply string
 	data        []byte
 	absent      bool      // it says that nobody listens
@@ -43,6 +45,7 @@ type simMessage struct {
 // simConn is a client's connection.
 type simConn struct {
 	net  *simNet
+	n    int
 	conn net.Conn
 	out  *simWriter
 
@@ -53,11 +56,17 @@ type simConn struct {
 	subs    []simSub
 	replies map[string]bool // subjects of requests that it has heard, at which it may answer once
 	last    time.Time       // when its last message is due
+	sent    int
 	ended   bool
 	cut     bool // the simulator has ended it
 }
 
 type simSub struct{ subj, queue, sid string }
+
+// chance draws what happens to a message, and what the hostile peer makes of it.
+func (m *simMessage) chance(seed, what uint64) *rand.Rand {
+	return rand.New(rand.NewPCG(seed<<8|what, uint64(m.from.n)<<32|uint64(m.n)))
+}
 
 // simWriter writes what it is given in turn, so that who gives it waits for no reader.
 type simWriter struct {
@@ -106,6 +115,7 @@ func (n *simNet) dial() (net.Conn, error) {
 	inside, client := net.Pipe()
 	c := &simConn{net: n, conn: inside, out: newSimWriter(), replies: map[string]bool{}}
 	n.mu.Lock()
+	c.n = len(n.conns)
 	n.conns = append(n.conns, c)
 	n.mu.Unlock()
 	n.wg.Go(func() { c.out.run(inside) })
@@ -239,6 +249,8 @@ func (c *simConn) publish(m *simMessage) {
 			n.broken = append(n.broken, fmt.Sprintf("agent %s sends to %s and wants the answer at %s", c.id, m.subj, m.reply))
 		}
 	}
+	c.sent++
+	m.n = c.sent
 	n.flying, n.heard = append(n.flying, m), append(n.heard, m)
 }
 

@@ -25,11 +25,12 @@ import (
 // simWorld is one run of TestHostileSim: some honest agents, whose buses are the product's, and a hostile peer.
 type simWorld struct {
 	t      *testing.T
+	seed   uint64
 	rnd    *rand.Rand
 	net    *simNet
 	token  string
-	server *Server // of the first agent; nil in a cluster
-	agents []*simAgent
+	server *Server     // of the first agent; nil in a cluster
+	agents []*simAgent // the simulator's goroutine adds to them, with mu held
 	evil   hostilePeer
 	calm   bool // messages are neither lost nor doubled, and nothing breaks any more
 	wg     sync.WaitGroup
@@ -73,13 +74,19 @@ type simRequest struct {
 const simVia core.Via = "sim"
 
 func newSimWorld(t *testing.T, seed uint64) *simWorld {
-	w := &simWorld{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), net: &simNet{}, asked: map[string]*simRequest{}, faults: map[string]int{}}
+	w := &simWorld{t: t, seed: seed, rnd: rand.New(rand.NewPCG(seed, 0)), net: &simNet{}, asked: map[string]*simRequest{}, faults: map[string]int{}}
 	if seed%2 == 0 {
 		w.openPort()
 	} else {
 		w.openCluster()
 	}
 	return w
+}
+
+func (w *simWorld) count(kind string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.faults[kind]++
 }
 
 // tell adds to what is printed when the seed fails; mu is not held.
@@ -118,7 +125,8 @@ func (w *simWorld) openPort() {
 	for i := range 3 {
 		w.addDecode(i + 1)
 	}
-	w.evil = &hostileClient{w: w, self: NewIdentity(), from: "10.0.9.9:1", victim: seed}
+	evil := NewIdentity()
+	w.evil = &hostileClient{w: w, self: evil, id: evil.At(p.ID()).ID(), from: "10.0.9.9:1", victim: seed}
 }
 
 // addDecode adds a decode agent of an address of its own.
@@ -220,6 +228,8 @@ func (w *simWorld) addAgent(self *Identity, name string, to endpoint, set func(*
 		close(ready)
 		b.links[to.via] = &entry{ready: ready, link: l}
 	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	w.agents = append(w.agents, a)
 	return a
 }
@@ -236,7 +246,7 @@ func (w *simWorld) handle(at *simAgent, req *wire.Request) *wire.Reply {
 		word = string(req.Signal.Data)
 	}
 	broken := func(format string, args ...any) {
-		w.broken = append(w.broken, fmt.Sprintf("%s is asked %q: ", at.name, word)+fmt.Sprintf(format, args...))
+		w.broken = append(w.broken, fmt.Sprintf("%s is asked %.10q: ", at.name, word)+fmt.Sprintf(format, args...))
 	}
 	q := w.asked[word]
 	switch {
@@ -268,7 +278,7 @@ func (w *simWorld) mostHandled(q *simRequest) int {
 	return 1
 }
 
-// nameOf is an agent's name; mu may be held.
+// nameOf is an agent's name; the simulator's goroutine calls it, or mu is held.
 func (w *simWorld) nameOf(id core.AgentID) string {
 	for _, a := range w.agents {
 		if a.id == id {
@@ -287,8 +297,7 @@ func message(kind wire.Kind, from core.AgentID, word string) *wire.Request {
 }
 
 // ask has an honest agent ask another. It ends with that one's answer or an error. ended, if it is not nil, hears which.
-func (w *simWorld) ask(from, to *simAgent, limit time.Duration, ended chan<- error) {
-	kind := []wire.Kind{wire.KindHello, wire.KindSignal}[w.rnd.IntN(2)]
+func (w *simWorld) ask(from, to *simAgent, kind wire.Kind, limit time.Duration, ended chan<- error) {
 	w.mu.Lock()
 	q := &simRequest{word: fmt.Sprint("w", len(w.asked)), from: from, to: to, kind: kind}
 	w.asked[q.word] = q
@@ -357,21 +366,25 @@ func (w *simWorld) deal() (next *simMessage) {
 			n.flying = append(n.flying, m)
 			continue
 		}
-		m.due = time.Now().Add(time.Duration(w.rnd.Int64N(int64(3 * time.Millisecond))))
-		fate := w.rnd.IntN(100)
+		rnd := w.rnd
+		if m.from != nil { // a message's fate is its own, whatever else is under way
+			rnd = m.chance(w.seed, 0)
+		}
+		m.due = time.Now().Add(time.Duration(rnd.Int64N(int64(3 * time.Millisecond))))
+		fate := rnd.IntN(100)
 		switch {
-		case w.calm || m.from == nil:
+		case w.calm || m.from == nil: // a hostile operator says what it says when it likes
 		case fate < 5 && w.server == nil:
-			w.faults["lost"]++
+			w.count("lost")
 			continue
 		case fate < 10 && w.server == nil:
-			w.faults["doubled"]++
+			w.count("doubled")
 			again := *m
-			again.due = m.due.Add(time.Duration(w.rnd.Int64N(int64(time.Second))))
+			again.due = m.due.Add(time.Duration(rnd.Int64N(int64(time.Second))))
 			n.flying = append(n.flying, &again)
 		case fate < 30:
-			w.faults["delayed"]++
-			m.due = m.due.Add(time.Duration(w.rnd.Int64N(int64(2 * time.Second))))
+			w.count("delayed")
+			m.due = m.due.Add(time.Duration(rnd.Int64N(int64(2 * time.Second))))
 		}
 		if w.server != nil && m.from != nil {
 			if m.due.Before(m.from.last) {
