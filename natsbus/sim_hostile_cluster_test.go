@@ -223,6 +223,17 @@ func (h *hostileOperator) crowd() {
 	}
 }
 
+// forgotten sends the newest requests again: their receiver may not know any more that it has had them.
+func (h *hostileOperator) forgotten(a *simAgent) {
+	n := 0
+	for _, m := range slices.Backward(h.requests) {
+		if n < 4 && h.agentAt(m) == a {
+			n++
+			h.send(m.subj, m.reply, m.data)
+		}
+	}
+}
+
 func (h *hostileOperator) release() {
 	if h.busy != nil {
 		<-h.busy.bus.sessionless.responders

@@ -29,6 +29,8 @@ type hostileClient struct {
 	n      int
 }
 
+const floodBytes = 100 << 10 // of each request of a flood
+
 // hostileConn is one of its connections.
 type hostileConn struct {
 	out   *simWriter
@@ -105,7 +107,7 @@ func (h *hostileClient) strike() {
 	a, b := w.two()
 	h.n++
 	word, inbox := fmt.Sprint("evil", h.n), inboxOf(h.id)+fmt.Sprint(".", h.n)
-	switch w.rnd.IntN(9) {
+	switch w.rnd.IntN(10) {
 	case 0:
 		w.tell("hostile-name", "sends to %s as %s", a.name, b.name)
 		h.publish(subject(a.id, b.id), inbox, message(wire.KindSignal, b.id, word))
@@ -131,7 +133,7 @@ func (h *hostileClient) strike() {
 		w.tell("hostile-flood", "asks %s much at once", a.name)
 		for range 15 {
 			h.n++
-			h.publish(subject(a.id, h.id), inboxOf(h.id)+fmt.Sprint(".", h.n), message(wire.KindSignal, h.id, word+strings.Repeat(" ", 100<<10)))
+			h.publish(subject(a.id, h.id), inboxOf(h.id)+fmt.Sprint(".", h.n), message(wire.KindSignal, h.id, word+strings.Repeat(" ", floodBytes)))
 		}
 	default:
 		h.late()
@@ -239,6 +241,8 @@ func (h *hostileClient) crowd() {
 
 func (h *hostileClient) release() {}
 
+func (h *hostileClient) forgotten(*simAgent) {}
+
 func (h *hostileClient) leave() {
 	for _, c := range append(h.held, h.conn) {
 		if c != nil {
@@ -266,9 +270,12 @@ func (h *hostileClient) check(broken func(string)) {
 			}
 		}
 	}
+	if most, limit := h.w.net.most(), h.w.server.unanswered.limit; most > limit+floodBytes {
+		broken(fmt.Sprintf("%d bytes of requests of one connection are not answered, of %d", most, limit))
+	}
 	for what, b := range map[string]*budget{"requests": h.w.server.unanswered, "answers": h.w.server.unread} {
 		b.mu.Lock()
-		if b.total < 0 || b.total > b.limit+maxPayload {
+		if b.total < 0 || b.total > b.limit+2*floodBytes {
 			broken(fmt.Sprintf("%d bytes of %s are held, of %d", b.total, what, b.limit))
 		}
 		b.mu.Unlock()

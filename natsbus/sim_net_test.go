@@ -308,6 +308,20 @@ func (n *simNet) listen() []*simMessage {
 	return heard
 }
 
+// most is how many bytes of one connection's messages are under way.
+func (n *simNet) most() (most int64) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	of := map[*simConn]int64{}
+	for _, m := range n.flying {
+		if m.from != nil {
+			of[m.from] += int64(len(m.data))
+			most = max(most, of[m.from])
+		}
+	}
+	return most
+}
+
 // cut ends an agent's connections.
 func (n *simNet) cut(id core.AgentID) {
 	n.mu.Lock()
