@@ -42,7 +42,7 @@ func (h *hostileOperator) as(id core.AgentID) *Identity {
 
 func (h *hostileOperator) word() string {
 	h.n++
-	return fmt.Sprint("evil", h.n)
+	return fmt.Sprint("attacker", h.n)
 }
 
 func (h *hostileOperator) send(subj, reply string, data []byte) {
@@ -205,15 +205,15 @@ func (h *hostileOperator) strike() {
 	}
 }
 
-// crowd has very many messages of no session wait at an agent whose processors are at work. All are in the names of the agents
+// fill has very many messages of no session wait at an agent whose processors are at work. All are in the names of the agents
 // of the hostile peer's key.
-func (h *hostileOperator) crowd() {
+func (h *hostileOperator) fill() {
 	if h.busy != nil {
 		return
 	}
 	h.busy = h.w.agents[0]
 	h.busy.bus.sessionless.responders <- struct{}{}
-	h.w.tell("hostile-crowd", "at %s", h.busy.name)
+	h.w.tell("hostile-fill", "at %s", h.busy.name)
 	for i := range maxSessionlessOf + 40 {
 		m := make([]byte, openBytes)
 		_, _ = rand.Read(m)

@@ -106,7 +106,7 @@ func (h *hostileClient) strike() {
 	}
 	a, b := w.two()
 	h.n++
-	word, inbox := fmt.Sprint("evil", h.n), inboxOf(h.id)+fmt.Sprint(".", h.n)
+	word, inbox := fmt.Sprint("attacker", h.n), inboxOf(h.id)+fmt.Sprint(".", h.n)
 	switch w.rnd.IntN(10) {
 	case 0:
 		w.tell("hostile-name", "sends to %s as %s", a.name, b.name)
@@ -227,8 +227,8 @@ func (h *hostileClient) relay() {
 	}
 }
 
-// crowd takes all places that there are.
-func (h *hostileClient) crowd() {
+// fill takes all places that there are.
+func (h *hostileClient) fill() {
 	for range 2 * h.w.server.clients.max {
 		c := h.enter()
 		if c == nil {
@@ -236,7 +236,7 @@ func (h *hostileClient) crowd() {
 		}
 		h.held = append(h.held, c)
 	}
-	h.w.tell("hostile-crowd", "%d connections", len(h.held))
+	h.w.tell("hostile-fill", "%d connections", len(h.held))
 }
 
 func (h *hostileClient) release() {}

@@ -64,7 +64,7 @@ func TestHostileSim(t *testing.T) {
 	}
 	// A world in which nothing is answered, or nothing happens, would prove nothing.
 	for _, want := range []string{"ask", "answered", "unanswered", "lost", "doubled", "delayed", "break", "forget", "uncertain", "hostile-flood", "hostile-heard", "hostile-enters", "hostile-name",
-		"hostile-from", "hostile-elsewhere", "hostile-answer", "hostile-hears", "hostile-late", "hostile-relay", "hostile-crowd", "hostile-replay",
+		"hostile-from", "hostile-elsewhere", "hostile-answer", "hostile-hears", "hostile-late", "hostile-relay", "hostile-fill", "hostile-replay",
 		"hostile-open", "hostile-poses", "hostile-session", "hostile-plain"} {
 		if faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)
@@ -98,15 +98,15 @@ func (w *simWorld) run() {
 			a, b := w.two()
 			w.ask(a, b, []wire.Kind{wire.KindHello, wire.KindSignal}[w.rnd.IntN(2)], []time.Duration{30 * time.Millisecond, time.Second, 8 * time.Second}[w.rnd.IntN(3)], nil)
 		case what < 85:
-			w.evil.strike()
+			w.attacker.strike()
 		case what < 90:
 			a := w.agents[w.rnd.IntN(len(w.agents))]
 			w.tell("break", "%s", a.name)
 			w.net.cut(a.id)
 		case what < 92:
-			w.evil.crowd()
+			w.attacker.fill()
 		case what < 94:
-			w.evil.release()
+			w.attacker.release()
 		case what < 97 && w.server == nil:
 			w.forget()
 		}
@@ -137,13 +137,13 @@ func (w *simWorld) forget() {
 	for _, v := range s.by {
 		s.drop(v)
 	}
-	w.evil.forgotten(a)
+	w.attacker.forgotten(a)
 }
 
 // check is what holds after each step.
 func (w *simWorld) check() {
-	w.evil.listen()
-	w.evil.check(func(what string) { w.fault("%s", what) })
+	w.attacker.listen()
+	w.attacker.check(func(what string) { w.fault("%s", what) })
 	w.net.mu.Lock()
 	for _, what := range w.net.broken {
 		w.fault("%s", what)
@@ -155,14 +155,14 @@ func (w *simWorld) check() {
 // end has all requests end. Then all honest agents are answered, and so is a newcomer, though the hostile peer is there.
 func (w *simWorld) end() {
 	w.calm = true
-	w.evil.release()
+	w.attacker.release()
 	w.pass(15 * time.Second)
 	w.mu.Lock()
 	if w.open > 0 {
 		w.broken = append(w.broken, "requests have not ended by the end of their time")
 	}
 	w.mu.Unlock()
-	w.evil.crowd()
+	w.attacker.fill()
 	w.pass(time.Second)
 	w.check()
 	if len(w.broken) > 0 {
@@ -185,7 +185,7 @@ func (w *simWorld) end() {
 	}
 	w.pass(time.Second)
 	w.check()
-	w.evil.release()
+	w.attacker.release()
 	w.pass(31 * time.Second)
 	for range n {
 		select {
@@ -209,7 +209,7 @@ func (w *simWorld) addNewcomer() *simAgent {
 
 // close ends all agents.
 func (w *simWorld) close() {
-	w.evil.leave()
+	w.attacker.leave()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	for _, a := range slices.Backward(w.agents) {

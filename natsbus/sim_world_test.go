@@ -22,16 +22,16 @@ import (
 
 // simWorld is one run of TestHostileSim: some honest agents, whose buses are the product's, and a hostile peer.
 type simWorld struct {
-	t      *testing.T
-	seed   uint64
-	rnd    *rand.Rand
-	net    *simNet
-	token  string
-	server *Server     // of the first agent; nil in a cluster
-	agents []*simAgent // the simulator's goroutine adds to them, with mu held
-	evil   hostilePeer
-	calm   bool // messages are neither lost nor doubled, and nothing breaks any more
-	wg     sync.WaitGroup
+	t        *testing.T
+	seed     uint64
+	rnd      *rand.Rand
+	net      *simNet
+	token    string
+	server   *Server     // of the first agent; nil in a cluster
+	agents   []*simAgent // the simulator's goroutine adds to them, with mu held
+	attacker hostilePeer
+	calm     bool // messages are neither lost nor doubled, and nothing breaks any more
+	wg       sync.WaitGroup
 
 	mu     sync.Mutex
 	asked  map[string]*simRequest // by their words
@@ -46,8 +46,8 @@ type hostilePeer interface {
 	strike()                        // does one thing of its choice
 	forgotten(a *simAgent)          // who has forgotten its sessions
 	listen()                        // hears what was said
-	crowd()                         // takes all places that it can
-	release()                       // what the crowd holds up goes on
+	fill()                          // takes all places that it can
+	release()                       // what it has filled is emptied again
 	leave()                         // ends its connections
 	owns(id, account string) bool   // a request of that sender may be its
 	check(broken func(what string)) // what it holds
@@ -125,8 +125,8 @@ func (w *simWorld) openPort() {
 	for i := range 3 {
 		w.addDecode(i + 1)
 	}
-	evil := NewIdentity()
-	w.evil = &hostileClient{w: w, self: evil, id: evil.At(p.ID()).ID(), from: "10.0.9.9:1", victim: seed}
+	attacker := NewIdentity()
+	w.attacker = &hostileClient{w: w, self: attacker, id: attacker.At(p.ID()).ID(), from: "10.0.9.9:1", victim: seed}
 }
 
 // addDecode adds a decode agent of an address of its own.
@@ -190,7 +190,7 @@ func (w *simWorld) openCluster() {
 	for i := range 4 {
 		w.addMember(fmt.Sprint("A", i))
 	}
-	w.evil = newHostileOperator(w)
+	w.attacker = newHostileOperator(w)
 }
 
 func (w *simWorld) addMember(name string) *simAgent {
@@ -251,7 +251,7 @@ func (w *simWorld) handle(at *simAgent, req *wire.Request) *wire.Reply {
 	q := w.asked[word]
 	switch {
 	case q == nil:
-		if !w.evil.owns(req.From, req.Account) {
+		if !w.attacker.owns(req.From, req.Account) {
 			broken("the hostile peer's request is taken for one of %s (account %s)", w.nameOf(core.AgentID(req.From)), req.Account)
 		}
 		w.faults["hostile-heard"]++
