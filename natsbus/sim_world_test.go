@@ -59,7 +59,6 @@ type simAgent struct {
 	id   core.AgentID
 	bus  *Bus
 	via  core.Via
-	from string // its address
 }
 
 // simRequest is a request of an honest agent. Its word says which it is.
