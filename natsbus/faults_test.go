@@ -52,6 +52,8 @@ var defects = []faulttest.Defect{
 	{"seal-answer-free", "TestHostileSim"},
 	{"seal-none", "TestHostileSim"},
 	{"bus-places-uncounted", "TestHostileSim"},
+	{"bus-places-kept", "TestHostileSim"},
+	{"bus-handshakes-stay", "TestHostileSim"},
 	{"bus-bytes-uncounted", "TestHostileSim"},
 	{"seal-quota-uncounted", "TestHostileSim"},
 	// A registry that is changed later is found out as one that was made so.

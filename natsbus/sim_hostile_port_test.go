@@ -25,6 +25,7 @@ type hostileClient struct {
 	id     core.AgentID // at the server
 	conn   *hostileConn
 	held   []*hostileConn // have proved themselves, and not said CONNECT
+	silent []net.Conn     // have not proved themselves
 	awaits []string       // subjects of answers to requests of others
 	n      int
 }
@@ -227,23 +228,40 @@ func (h *hostileClient) relay() {
 	}
 }
 
-// fill takes all places that there are.
+// fill takes all places of those that have proved themselves, or of those that have not: a server whose places of the first kind
+// are taken lets nobody of the attacker's address begin.
 func (h *hostileClient) fill() {
-	for range 2 * h.w.server.clients.max {
-		c := h.enter()
-		if c == nil {
-			break
+	if h.w.rnd.IntN(2) == 0 {
+		for len(h.silent) < maxHandshakes {
+			up, err := h.w.upgraded(h.from)
+			if err != nil {
+				break
+			}
+			h.silent = append(h.silent, up)
 		}
-		h.held = append(h.held, c)
+	} else {
+		for range 2 * h.w.server.clients.max {
+			c := h.enter()
+			if c == nil {
+				break
+			}
+			h.held = append(h.held, c)
+		}
 	}
-	h.w.tell("hostile-fill", "%d connections", len(h.held))
+	h.w.tell("hostile-fill", "%d connections, and %d that prove nothing", len(h.held), len(h.silent))
 }
 
-func (h *hostileClient) release() {}
+func (h *hostileClient) release() {
+	for _, c := range h.silent {
+		_ = c.Close()
+	}
+	h.silent = nil
+}
 
 func (h *hostileClient) forgotten(*simAgent) {}
 
 func (h *hostileClient) leave() {
+	h.release()
 	for _, c := range append(h.held, h.conn) {
 		if c != nil {
 			c.out.give(nil, true)
