@@ -60,7 +60,7 @@ func newAuthenticator(k secrets, local string, keys []string) (*authenticator, e
 // addUser makes a user for a client that has proved itself, for one connection. connect is
 // what the embedded server is told of it.
 func (g *authenticator) addUser(c client) (connect string, leave func(), err error) {
-	user := randomName()
+	user := fault.Pick("bus-user-shared", randomName(), "agent")
 	options, err := json.Marshal(map[string]any{"user": user, "pass": "-", "name": clientName + string(c.id), "lang": "go", "version": "1",
 		"protocol": 1, "echo": true, "headers": true, "no_responders": true, "verbose": false, "pedantic": false})
 	if err != nil {

@@ -75,7 +75,8 @@ type Server struct {
 	nats          *server.Server
 	store         *store
 	authenticator *authenticator
-	tls           *tls.Config // of the connections inside upgraded ones
+	tls           *tls.Config              // of the connections inside upgraded ones
+	inside        func() (net.Conn, error) // the way into nats
 
 	unanswered, unread *budget
 	queries            *registryQueries
@@ -146,6 +147,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("embedded nats server: %w", err), st.remove())
 	}
+	s.inside = s.nats.InProcessConn
 	s.nats.SetLoggerV2(log, false, false, false)
 	s.nats.Start()
 	if !s.nats.ReadyForConnections(serverStop) || !s.nats.JetStreamEnabled() {
@@ -195,7 +197,7 @@ func (s *Server) dial() (net.Conn, error) {
 	if s.clients.isClosed() {
 		return nil, errServerClosed
 	}
-	return s.nats.InProcessConn()
+	return s.inside()
 }
 
 // serverLogger gives the server's log to zap. A fatal line would end the process;
