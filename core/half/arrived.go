@@ -50,7 +50,7 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	return core.OK, ""
 }
 
-// Answer is P's answer to a load of a transfer that has ended, to the D that loads it itself, or ("") a share of it.
+// Answer is P's answer to the D that loads what has ended. A peer of "" has named a share, and the whole has ended.
 func (t *Tombstone) Answer(name string, peer core.AgentID) (core.Code, string) {
 	switch {
 	case t.nacked == peer && peer != "":
@@ -86,9 +86,11 @@ func (h *Set) StepRenewMessage(now time.Time, r core.RenewMessage) []core.Answer
 	}
 	who := partyOf(r.Account, r.From)
 	out := make([]core.Answer, 0, len(r.Loads)+len(r.Claims))
-	for i, id := range slices.Concat(r.Loads, r.Claims) {
-		out = append(out, h.renewed(now, who, ID(id), i >= len(r.Loads)))
-		h.Settle(now)
+	for claim, ids := range [][]core.TransferID{r.Loads, r.Claims} {
+		for _, id := range ids {
+			out = append(out, h.renewed(now, who, ID(id), claim == 1))
+			h.Settle(now)
+		}
 	}
 	return out
 }

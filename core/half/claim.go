@@ -42,7 +42,8 @@ type claim struct {
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
-// asked is what a load takes over from its claim, beside the load's own seq and token.
+// asked is what a load takes over from its claim, beside the load's own seq and token. Alone it is a farewell: an end of which a P
+// that is still looked up is to hear.
 type asked struct {
 	id     ID
 	seq    uint64
