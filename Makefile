@@ -147,6 +147,7 @@ TIME ?= 5m
 RANDOM_TESTS := ^(TestChoosePathsRandom|TestDealRandom|TestEvictedSession|TestMatchAgainstNaive|TestMergeRangesRandom|TestNewLayoutAgainstNaive|TestOrderAgainstNaive|TestReplays|TestSendQueueRandom|TestSplitShares|TestWritesRandom)$$
 soak: | tools ## seeds of the simulator from a random start, for TIME=5m
 	KVCONN_SEED=random $(GO) test -tags invariants -count=20 -run '$(RANDOM_TESTS)' ./kv ./rdma ./natsbus
+	$(GO) test -count=1 -run '^TestHostileSim$$' ./natsbus -sim.from $$(date +%s) -sim.seeds 500
 	$(GO) test -tags invariants -timeout 0 -v -run '^TestSoak$$' ./core/machine -sim.soak $(TIME)
 
 # TIME's default is the soak's; unless it is given, a target gets a minute.

@@ -56,6 +56,7 @@ var defects = []faulttest.Defect{
 	{"bus-handshakes-stay", "TestHostileSim"},
 	{"bus-bytes-uncounted", "TestHostileSim"},
 	{"seal-quota-uncounted", "TestHostileSim"},
+	{"seal-repeats-all", "TestHostileSim"},
 	// A registry that is changed later is found out as one that was made so.
 	{"bus-registry-unwatched", "TestRegistryChangedLater"},
 	{"bus-registry-believed", "TestEntryOfATransform"},

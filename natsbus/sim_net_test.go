@@ -35,7 +35,7 @@ type simNet struct {
 
 type simMessage struct {
 	from        *simConn // nil: of a hostile operator
-	n           int      // the how manyth of its connection
+	n           int      // its place among those of its connection
 	subj, reply string
 	data        []byte
 	absent      bool      // it says that nobody listens

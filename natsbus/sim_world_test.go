@@ -14,8 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nats-io/nats.go"
-
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
 )
@@ -35,7 +33,6 @@ type simWorld struct {
 
 	mu     sync.Mutex
 	asked  map[string]*simRequest // by their words
-	open   int                    // requests that have not ended
 	faults map[string]int         // what happened, by its kind
 	broken []string
 	story  []string
@@ -66,6 +63,7 @@ type simRequest struct {
 	word     string
 	from, to *simAgent
 	kind     wire.Kind
+	until    time.Time // it has ended then
 	handled  int
 	ended    bool
 }
@@ -216,8 +214,7 @@ func (w *simWorld) addAgent(self *Identity, name string, to endpoint, set func(*
 	a.id = l.id
 	h := core.Handler(func(_ core.Via, req *wire.Request) *wire.Reply { return w.handle(a, req) })
 	b.handler.Store(&h)
-	arrived := func(m *nats.Msg) { b.arrived(l, m) }
-	if _, err = l.nc.Subscribe(l.subscriberOf(), arrived); err != nil { // subscribe waits by a timer that nats.go keeps for the next bubble
+	if err = l.subscribe(); err != nil {
 		w.t.Fatal(err)
 	}
 	if to.via == "" {
@@ -298,9 +295,8 @@ func message(kind wire.Kind, from core.AgentID, word string) *wire.Request {
 // ask has an honest agent ask another. It ends with that one's answer or an error. ended, if it is not nil, hears which.
 func (w *simWorld) ask(from, to *simAgent, kind wire.Kind, limit time.Duration, ended chan<- error) {
 	w.mu.Lock()
-	q := &simRequest{word: fmt.Sprint("w", len(w.asked)), from: from, to: to, kind: kind}
+	q := &simRequest{word: fmt.Sprint("w", len(w.asked)), from: from, to: to, kind: kind, until: time.Now().Add(limit)}
 	w.asked[q.word] = q
-	w.open++
 	w.mu.Unlock()
 	w.tell("ask", "%s asks %s %q", from.name, to.name, q.word)
 	w.wg.Go(func() {
@@ -315,7 +311,6 @@ func (w *simWorld) ask(from, to *simAgent, kind wire.Kind, limit time.Duration, 
 		}
 		w.tell(map[bool]string{true: "answered", false: "unanswered"}[err == nil], "%s %q: %v", from.name, q.word, err)
 		w.mu.Lock()
-		w.open--
 		if q.ended = true; errors.Is(err, errUncertain) && q.handled > 0 {
 			w.faults["uncertain"]++
 		}
