@@ -20,4 +20,4 @@ for file in e2e/test_sglang*.py; do
 done
 # Of the Python tests those that need SGLang's packages; `make test` has the others.
 KVCONN_LIBCUDA=$PWD/build/gpu-double/libkvgpu-double.so scripts/pytest-twice.sh sglang "$sglang_python" "${files[@]}" \
-  python/tests/test_sglang_{caches,conn,device,kinds,plugin,route,served,stand_ins,start,switch,turns}.py -v "${two[@]}" "${@:2}"
+  python/tests/test_sglang_{caches,conn,device,kinds,names,plugin,route,served,stand_ins,start,switch,turns}.py -v "${two[@]}" "${@:2}"
