@@ -160,7 +160,7 @@ def test_smg(pair: Pair, mode: str) -> None:
     (metrics,) = free_ports(1)
     argv = ["-m", "smg", "launch", "--pd-disaggregation", "--discovery-provider", "file", "--discovery-file", str(manifest)]
     argv += ["--host", HOST, "--prometheus-host", HOST, "--prometheus-port", str(metrics)]
-    with router_up(pair, f"smg-{mode}", argv) as router:
+    with router_up(pair, f"smg-{mode}", argv, "/readiness") as router:  # it serves, and has both servers
         if connector:
             carried(pair, router)
         else:
