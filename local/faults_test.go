@@ -28,6 +28,8 @@ var defects = []faulttest.Defect{
 	{"local-open-gate", "TestSilentDecode"},
 	{"local-gate", "TestClosedGate"},
 	{"local-patient", "TestMuteDecode"},
+	{"local-any-user", "TestOtherUser"},
+	{"local-any-place", "TestElsewhere"},
 	{"local-unproved-decode", "TestStrangers"},
 	{"local-unproved-prefill", "TestImpostor"},
 	{"local-unread", "TestStrangers"},
