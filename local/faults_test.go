@@ -24,6 +24,7 @@ var defects = []faulttest.Defect{
 	{"local-anew-always", "TestAlwaysAnew"},
 	{"local-proved-stranger", "TestProvedAmongStrangers"},
 	{"local-shared-before", "TestDeviceRemapped"},
+	{"local-kept-open", "TestDeviceDismissed"},
 	{"local-any-taken", "TestTakenUnasked"},
 	{"local-open-gate", "TestSilentDecode"},
 	{"local-gate", "TestClosedGate"},
