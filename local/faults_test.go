@@ -38,6 +38,7 @@ var defects = []faulttest.Defect{
 	{"local-unprobed-pidfd", "TestFilter"},
 	{"local-unwatched-prefill", "TestPrefillEndsInMeeting"},
 	{"local-unwatched-decode", "TestDecodeEndsInMeeting"},
+	{"local-unwatched-decode", "TestDecodeEndsInWrite"},
 	{"local-stream-batch", "TestPastCaches"},
 	{"local-stream-uncounted", "TestPastCaches"},
 	{"local-unlooked-end", "TestEndBehindTheProof"},
