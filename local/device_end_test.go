@@ -326,6 +326,24 @@ func TestDeviceAsleep(t *testing.T) {
 	p.goes("t", d, 1)
 }
 
+// TestDeviceDismissed: what D has open of an engine that lives on is closed when D's agent forgets it, before P hears that D's end is closed. D opens it anew
+// when the two meet again.
+func TestDeviceDismissed(t *testing.T) {
+	p, d := twoGPUs(t, cuda.Options{})
+	met := p.opens()
+	p.goes("first", d, 1)
+	d.tr.Dismiss(p.id)
+	p.down("closed the socket")
+	if n := p.opens(); n != met-2 {
+		t.Errorf("%d mappings are open, want %d: D has forgotten P, which has two", n, met-2)
+	}
+	p.meets(d)
+	if n := p.opens(); n != met {
+		t.Errorf("%d mappings are open, want %d: D has met P again", n, met)
+	}
+	p.goes("next", d, 2)
+}
+
 // TestDeviceLooks: P looks by itself.
 func TestDeviceLooks(t *testing.T) {
 	p, d := startGPU(t, "p", 0, Config{lookAfter: time.Millisecond}, cuda.Options{}), startGPU(t, "d", 1, Config{}, cuda.Options{})

@@ -67,7 +67,7 @@ const (
 // Connect implements core.Transport.
 func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
 	where, err := parsePlace(endpoint)
-	if err == nil {
+	if err == nil && !fault.On("local-any-place") {
 		err = where.reachable(t.here)
 	}
 	if err != nil {

@@ -90,7 +90,7 @@ func (t *Transport) newLink(conn *net.UnixConn) (*link, error) {
 		_ = unix.SetNonblock(pidfd, true)
 		l.life = os.NewFile(uintptr(pidfd), "the peer's process")
 	}
-	if int(cred.Uid) != t.here.uid {
+	if int(cred.Uid) != t.here.uid && !fault.On("local-any-user") {
 		if l.life != nil {
 			_ = l.life.Close()
 		}

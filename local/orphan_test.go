@@ -2,6 +2,8 @@ package local
 
 import (
 	"bufio"
+	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -20,7 +22,7 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// orphanEnv tells a test binary to be a prefill agent whose child keeps its sockets open.
+// orphanEnv tells a test binary to be an agent, prefill's ("p") or decode's ("d"), whose child keeps its sockets open.
 const orphanEnv = "KVCONN_TEST_ORPHAN"
 
 type deafSink struct{}
@@ -29,32 +31,57 @@ func (deafSink) Received(core.TransferID, core.TransferStats, error) {}
 func (deafSink) Written(core.TransferID, core.TransferStats, error)  {}
 func (deafSink) PeerDown(core.AgentID, error)                        {}
 
-// withOrphan is that process. It says its endpoint and ticket, and when it is told to, has a child
-// that holds all its sockets, whose process id it says.
+// withOrphan is that process. Prefill's says its endpoint and ticket. Decode's is told these, and says the grant of a transfer
+// that it expects. When it is told to, each has a child that holds all its sockets, whose process id it says.
 func withOrphan() {
-	if os.Getenv(orphanEnv) == "" {
+	role := os.Getenv(orphanEnv)
+	if role == "" {
 		return
 	}
-	mem, err := unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	mem, err := unix.Mmap(-1, 0, whole, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
 		panic(err)
 	}
-	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))), BlockStride: 4096, BlockBytes: 4096, NumBlocks: 256}})
+	l, err := twoRegions(uint64(uintptr(unsafe.Pointer(&mem[0]))))
 	if err != nil {
 		panic(err)
 	}
-	tr, err := New(Config{Listen: true}, l, deafSink{})
+	tr, err := New(Config{Listen: role == "p"}, l, deafSink{})
 	if err != nil {
 		panic(err)
 	}
-	ticket, err := tr.Admit("d")
-	if err != nil {
-		panic(err)
+	in := bufio.NewScanner(os.Stdin)
+	if role == "p" {
+		ticket, err := tr.Admit("d")
+		if err != nil {
+			panic(err)
+		}
+		fmt.Printf("%s\n%x\n", tr.Endpoint(), ticket)
+	} else {
+		fmt.Printf("%x\n", expects(tr, in))
 	}
-	fmt.Printf("%s\n%x\n", tr.Endpoint(), ticket)
-	_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
+	in.Scan()
 	fmt.Println(heir())
 	select {}
+}
+
+// expects has a decode agent meet the prefill agent that it is told of, and is the grant of a transfer from there.
+func expects(tr *Transport, in *bufio.Scanner) []byte {
+	var ticket []byte
+	in.Scan()
+	endpoint := in.Text()
+	in.Scan()
+	fmt.Sscanf(in.Text(), "%x", &ticket)
+	err := tr.Connect("p", endpoint, ticket)
+	if err == nil {
+		err = tr.Usable(context.Background(), "p")
+	}
+	into, _ := (&agent{}).all()
+	grant, err2 := tr.Expect("t", "p", into)
+	if err = errors.Join(err, err2); err != nil {
+		panic(err)
+	}
+	return grant
 }
 
 // heir starts a child that holds all sockets of this process open, and says its process id and how many they are.
@@ -80,7 +107,7 @@ func heir() (pid, sockets int) {
 func TestOrphan(t *testing.T) {
 	leaktest.Check(t)
 	d := start(t, "d", Config{}, nil)
-	p := startChild(t, orphanEnv+"=1")
+	p := startChild(t, orphanEnv+"=p")
 	endpoint, ticket := p.met()
 	if err := d.tr.Connect("p", endpoint, ticket); err != nil {
 		t.Fatal(err)
@@ -107,6 +134,42 @@ func TestOrphan(t *testing.T) {
 		t.Fatal(err)
 	}
 	e.down("the peer's process has ended")
+}
+
+// TestDecodeEndsInWrite: when D's process ends under a write P hears of it, and its engine may use the blocks, though a child of D's holds the
+// socket open: so nothing but the end of the process tells.
+func TestDecodeEndsInWrite(t *testing.T) {
+	leaktest.Check(t)
+	p := start(t, "p", Config{}, nil)
+	d := startChild(t, orphanEnv+"=d")
+	d.told(p.tr.Endpoint(), fmt.Sprintf("%x", p.ticket("d")))
+	var grant []byte
+	fmt.Sscanf(d.line(), "%x", &grant)
+	d.told("now")
+	var child, sockets int
+	fmt.Sscan(d.line(), &child, &sockets)
+	if child == 0 || sockets == 0 {
+		t.Fatalf("child %d holds %d sockets", child, sockets)
+	}
+	defer func() { _ = syscall.Kill(child, syscall.SIGKILL) }()
+	_, pairs := p.all()
+	p.tr.Write(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: pairs[:1], At: []kv.Extent{{Pairs: 1}}, Bytes: whole}) // more would come
+	s := &p.tr.sender
+	comes(t, "D is told of a block", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		out := s.byID["t"]
+		return out != nil && out.said == blockBytes
+	})
+	d.kill()
+	wants(t, p.sink.Wait("written", "t", 1).Err, "the peer's process has ended", core.ErrConnectionLost.Error())
+	p.down("the peer's process has ended")
+	g := &p.tr.gates
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.lost > 0 { // as where D may still copy
+		t.Errorf("%d gates are kept for a process that has ended", g.lost)
+	}
 }
 
 // TestChildHoldsLink: P hears that D has closed their link, though a child of D's holds the socket open.

@@ -62,6 +62,44 @@ func TestAuto(t *testing.T) {
 	}
 }
 
+// TestOrderOfAuto: where a pair can use all transports, auto takes local; rdma while local is broken; tcp while both are. Each is taken
+// again when it is back. A list takes its own order.
+func TestOrderOfAuto(t *testing.T) {
+	leaktest.Check(t)
+	on := map[string]*coretest.Network{viaLocal: coretest.NewNetwork(), viaRDMA: coretest.NewNetwork()}
+	begins := func(role, transport string) *fakeAgent {
+		cache := make([]byte, layers*numBlocks*blockBytes)
+		r := fakeAgentOn(t, on, forced(role, transport), nil, cache)
+		if err := r.RegisterKVCaches(regions(cache)); err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	p, d := begins(RolePrefill, viaAuto), begins(RoleDecode, viaAuto)
+	goesBy(t, p, d, "all", viaLocal)
+	on[viaLocal].Cut(p.ID(), d.ID(), errors.New("no memory"))
+	goesBy(t, p, d, "no local", viaRDMA)
+	on[viaRDMA].Cut(p.ID(), d.ID(), errors.New("no port"))
+	goesBy(t, p, d, "neither", viaTCP)
+	for _, name := range []string{viaRDMA, viaLocal} {
+		on[name].Mend(p.ID(), d.ID())
+		ctx, cancel := context.WithTimeout(t.Context(), bound)
+		err := d.fakes[name].Signaller.Usable(ctx, p.ID())
+		cancel()
+		if err != nil {
+			t.Fatal(err)
+		}
+		goesBy(t, p, d, core.TransferID("back on "+name), name)
+	}
+	for _, line := range []string{"pair goes over local", "pair goes on over rdma: local: no memory", "pair goes on over tcp: local: no memory; rdma: no port",
+		"pair is back on rdma: local: no memory", "pair is back on local"} {
+		if d.said(line) != 1 {
+			t.Errorf("%q was said %d times: %v", line, d.said(line), d.logs.All())
+		}
+	}
+	goesBy(t, p, begins(RoleDecode, "rdma,local,tcp"), "a list", viaRDMA)
+}
+
 // TestListOfTransports: each name once, and no auto within.
 func TestListOfTransports(t *testing.T) {
 	for value, want := range map[string]string{"auto": "local rdma tcp", "local": "local", "rdma,tcp": "rdma tcp", "tcp,local,rdma": "tcp local rdma",

@@ -149,8 +149,9 @@ func (s *spy) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 // fakeAgent is an agent with a fake transport in the place of rdma, or of local where its configuration names that.
 type fakeAgent struct {
 	*side
-	fake *spy
-	logs *observer.ObservedLogs
+	fake  *spy            // the last one
+	fakes map[string]*spy // by the transport's name
+	logs  *observer.ObservedLogs
 }
 
 // fakeAndTCP are what auto stands for here: local itself would be taken before the fake of rdma.
@@ -176,17 +177,22 @@ func tryFakeAgent(t *testing.T, n *coretest.Network, cfg Config, lack error) (*f
 // fakeAgentOver has registered nothing yet.
 func fakeAgentOver(t *testing.T, n *coretest.Network, cfg Config, lack error, cache []byte) *fakeAgent {
 	t.Helper()
-	seen, logs := observer.New(zap.InfoLevel)
-	r := &fakeAgent{logs: logs}
 	if cfg.Transport == viaAuto {
 		cfg.Transport = fakeAndTCP
 	}
+	return fakeAgentOn(t, map[string]*coretest.Network{viaLocal: n, viaRDMA: n}, cfg, lack, cache)
+}
+
+// fakeAgentOn is fakeAgentOver whose fakes may be on networks of their own.
+func fakeAgentOn(t *testing.T, on map[string]*coretest.Network, cfg Config, lack error, cache []byte) *fakeAgent {
+	t.Helper()
+	seen, logs := observer.New(zap.InfoLevel)
+	r := &fakeAgent{logs: logs, fakes: map[string]*spy{}}
 	patience := firstWait
 	if cfg.ConnectTimeout == testConfig(cfg.Role).ConnectTimeout { // nothing here is late, however slow the machine is
 		cfg.ConnectTimeout, patience = Seconds(3*bound), bound
 	}
-	name := strings.Split(cfg.Transport, ",")[0]
-	fake := func(id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
+	fake := func(name string, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
 		if lack != nil {
 			return nil, lack
 		}
@@ -194,16 +200,17 @@ func fakeAgentOver(t *testing.T, n *coretest.Network, cfg Config, lack error, ca
 		toPeer := func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 			return signal(ctx, names.here(to), msg)
 		}
-		r.fake = &spy{Signaller: n.NewSignaller(name, id, l, renaming{s, names}, toPeer), signal: toPeer, names: names, sink: s}
+		r.fake = &spy{Signaller: on[name].NewSignaller(name, id, l, renaming{s, names}, toPeer), signal: toPeer, names: names, sink: s}
+		r.fakes[name] = r.fake
 		return r.fake, nil
 	}
 	opt := Options{
 		Logger: zap.New(seen), firstWait: patience,
 		rdma: func(_ rdma.Config, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Signaller, error) {
-			return fake(id, l, s, signal)
+			return fake(viaRDMA, id, l, s, signal)
 		},
 		near: func(_ local.Config, id core.AgentID, l *kv.Layout, s core.Sink, signal core.Signal) (core.Transport, error) {
-			return fake(id, l, s, signal)
+			return fake(viaLocal, id, l, s, signal)
 		},
 	}
 	a, err := Open(cfg, opt)

@@ -212,3 +212,36 @@ func TestDecodeKilledLeavesNothing(t *testing.T) {
 		})
 	}
 }
+
+// TestKilledWithToken: where a deployment has a token, a prefill agent keeps the secret of local ranks in a folder of TMPDIR. When its process is killed,
+// the host has nothing of it once the next agent has opened.
+func TestKilledWithToken(t *testing.T) {
+	t.Setenv("KVCONN_TEST_TOKEN", theToken)
+	cfg := forced(RoleDecode, viaLocal)
+	cfg.NATSToken = theToken
+	d, temp := openApart(t, cfg, false)
+	s := survives(t)
+	address, to := prefillProcess(t, 0, "")
+	its := inFolder(t, temp)
+	if len(its) != 1 {
+		t.Fatalf("TMPDIR has %q, want a folder of the prefill agent", its)
+	}
+	d.load("offered", address, 3, 4)
+	if r := d.want("offered", core.OK); r.Transport != viaLocal || d.block(0, 4)[0] != 7 {
+		t.Errorf("%+v", r)
+	}
+	s.met()
+	s.kills(to)
+	cfg = forced(RolePrefill, viaLocal)
+	cfg.NATSToken = theToken
+	next := open(t, cfg)
+	until(t, "the folder is gone", func() bool {
+		return !slices.ContainsFunc(inFolder(t, temp), func(name string) bool { return strings.HasPrefix(name, its[0]) })
+	})
+	if err := next.Close(); err != nil {
+		t.Error(err)
+	}
+	if all, err := os.ReadDir(temp); err != nil || len(all) > 0 {
+		t.Errorf("TMPDIR has %v, %v", all, err)
+	}
+}

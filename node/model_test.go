@@ -64,7 +64,7 @@ func (m model) regions(c *Config) (regions []kv.Region, cache []byte) {
 
 func (m model) open(t testing.TB, cfg Config) *rank {
 	t.Helper()
-	a, err := Open(cfg, Options{})
+	a, err := Open(cfg, Options{firstWait: bound})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -194,8 +194,8 @@ func (r *rank) claimFrom(id core.TransferID, at core.Target) {
 	}
 }
 
-// carry has one request go from all ranks to all, and looks at every item.
-func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.Target) {
+// carry has one request go from all ranks to all, and looks at every item. It returns decode's reports, then prefill's.
+func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.Target) (reports []core.Report) {
 	t.Helper()
 	src, dst := []kv.BlockID{4, 9, 2}, []kv.BlockID{7, 3, 11}
 	for _, p := range ps {
@@ -218,12 +218,13 @@ func carry(t testing.TB, id core.TransferID, salt int, ps, ds []*rank, at core.T
 		}
 	}
 	for _, d := range ds {
-		d.want(id, core.OK)
+		reports = append(reports, d.want(id, core.OK))
 		d.check(salt, dst...)
 	}
 	for _, p := range ps {
-		p.want(id, core.OK)
+		reports = append(reports, p.want(id, core.OK))
 	}
+	return reports
 }
 
 func idle(t testing.TB, all ...[]*rank) {

@@ -48,7 +48,7 @@ func runRole(role, address string) (string, error) {
 	}
 	cfg := testConfig(role)
 	cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"
-	cfg.Transport = cmp.Or(os.Getenv("KVCONN_TEST_TRANSPORT"), cfg.Transport)
+	cfg.Transport, cfg.NATSToken = cmp.Or(os.Getenv("KVCONN_TEST_TRANSPORT"), cfg.Transport), os.Getenv("KVCONN_TEST_TOKEN")
 	if role == RolePrefill {
 		fmt.Sscan(address, &cfg.BootstrapPort)
 		fmt.Sscan(os.Getenv("KVCONN_TEST_TCP_PORT"), &cfg.TCPPort)

@@ -16,7 +16,7 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestRanks: engines of unequal ranks, each item looked at.
+// TestRanks: engines of unequal ranks, each item looked at. Both are on one host and may choose, so all bytes go by local.
 func TestRanks(t *testing.T) {
 	for name, c := range map[string]struct {
 		p, d kv.Ranks
@@ -47,7 +47,11 @@ func TestRanks(t *testing.T) {
 			ds, _ := c.m.engine(t, RoleDecode, c.d, nil)
 			at := from(address, ps[0].cfg.EngineID)
 			for i, id := range []core.TransferID{"a", "b", "c"} {
-				carry(t, id, i, ps, ds, at)
+				for _, r := range carry(t, id, i, ps, ds, at) {
+					if moved := r.Stats.Bytes > 0; moved != (r.Transport == viaLocal) || r.Side == core.SideLoad && !moved {
+						t.Errorf("%s %q has %d bytes by %q", r.Side, id, r.Stats.Bytes, r.Transport)
+					}
+				}
 			}
 			// All P ranks hear of a transfer that is aborted everywhere.
 			for _, d := range ds {
