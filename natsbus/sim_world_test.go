@@ -124,7 +124,7 @@ func (w *simWorld) openPort() {
 		w.addDecode(i + 1)
 	}
 	attacker := NewIdentity()
-	w.attacker = &hostileClient{w: w, self: attacker, id: attacker.At(p.ID()).ID(), from: "10.0.9.9:1", victim: seed}
+	w.attacker = &hostileClient{w: w, self: attacker, id: attacker.At(p.ID()).ID(), others: map[core.AgentID]bool{}, from: "10.0.9.9:1", victim: seed}
 }
 
 // addDecode adds a decode agent of an address of its own.
