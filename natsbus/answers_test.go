@@ -108,7 +108,7 @@ func TestMessagesOnTheirWay(t *testing.T) {
 	reply := inboxOf("A") + ".box."
 	var out bytes.Buffer
 	out.Grow(1 << 20)
-	w := newWindow(&share{of: newBudget(1 << 30)}, newRegistryQueries())
+	w := newWindow(newBudget(1<<30).newShare("A", nil), newRegistryQueries())
 	var text strings.Builder
 	text.WriteString("CONNECT {}\r\n")
 	for i := range runs + 2 {

@@ -1,61 +1,87 @@
 package natsbus
 
 import (
+	"cmp"
+	"fmt"
 	"sync"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
-// budget bounds what all connections together make this process hold. When they go over
-// it, the connection that holds the most is ended, whichever asked for more.
+// budget bounds what all connections together make this process hold. When they go over it, one connection is ended, whichever asked for
+// more: the largest of the account whose connections together hold the most. So many connections that hold little end none of an
+// account that holds less than they do.
 type budget struct {
 	limit int64
 
 	mu     sync.Mutex
 	total  int64
-	shares map[*share]struct{} // of connections that hold something
+	n      uint64
+	shares *quota.Ranking[core.Account, *share]
 }
 
 // share is what one connection holds.
 type share struct {
-	of  *budget
-	end func() // ends the connection; it does not wait
+	of      *budget
+	account core.Account
+	end     func() // ends the connection; it does not wait
+	n       uint64 // in the order in which they came
 
 	bytes int64 // guarded by budget.mu, as ended is
 	ended bool
 }
 
-func newBudget(limit int64) *budget { return &budget{limit: limit, shares: map[*share]struct{}{}} }
+func newBudget(limit int64) *budget {
+	// Of connections that hold as much the newest is ended.
+	return &budget{limit: limit, shares: quota.NewRanking[core.Account](func(a, b *share) int { return cmp.Compare(b.n, a.n) })}
+}
+
+// newShare is a connection's that holds nothing yet. See client.account.
+func (b *budget) newShare(account core.Account, end func()) *share {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.n++
+	if fault.On("bus-bytes-by-connection") {
+		account = core.Account(fmt.Sprint(account, " ", b.n))
+	}
+	s := &share{of: b, account: account, end: end, n: b.n}
+	b.shares.Add(account, s, 0)
+	return s
+}
 
 // add changes what a connection holds.
 func (s *share) add(n int64) {
 	if fault.On("bus-bytes-uncounted") {
 		return
 	}
-	var most *share
-	b := s.of
+	if gives := s.of.add(s, n); gives != nil {
+		gives.end()
+	}
+}
+
+// add changes what a connection holds, and returns the one that is to be ended for it; nil if there is room, or that connection is
+// ended already.
+func (b *budget) add(s *share, n int64) (gives *share) {
 	b.mu.Lock()
+	defer b.mu.Unlock()
 	s.bytes += n
 	b.total += n
-	if s.bytes != 0 {
-		b.shares[s] = struct{}{}
-	} else {
-		delete(b.shares, s)
+	b.shares.Add(s.account, s, n)
+	if n <= 0 || b.total <= b.limit || s.ended {
+		return nil
 	}
-	if n > 0 && b.total > b.limit {
-		for other := range b.shares {
-			if !other.ended && (most == nil || other.bytes > most.bytes) {
-				most = other
-			}
-		}
-		if most != nil {
-			most.ended = true
-		}
+	gives, ok := b.shares.Gives(s.account, s, 0)
+	if !ok {
+		gives = s
 	}
-	b.mu.Unlock()
-	if most != nil {
-		most.end()
+	if gives.ended {
+		return nil
 	}
+	gives.ended = true
+	b.shares.End(gives.account, gives)
+	return gives
 }
 
 // release gives back all that a connection holds.
@@ -65,5 +91,5 @@ func (s *share) release() {
 	defer b.mu.Unlock()
 	b.total -= s.bytes
 	s.bytes = 0
-	delete(b.shares, s)
+	b.shares.Remove(s.account, s)
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/nats-io/nats.go"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
@@ -22,7 +23,9 @@ import (
 func TestBudget(t *testing.T) {
 	b := newBudget(100)
 	var ended []string
-	of := func(name string) *share { return &share{of: b, end: func() { ended = append(ended, name) }} }
+	of := func(name string) *share {
+		return b.newShare(core.Account(name), func() { ended = append(ended, name) })
+	}
 	greedy, second, third := of("greedy"), of("second"), of("third")
 	want := func(what string, total int64, names ...string) {
 		t.Helper()
@@ -54,8 +57,74 @@ func TestBudget(t *testing.T) {
 	third.release()
 	late.release()
 	want("all have left", 0, "greedy", "second", "third", "late")
-	if len(b.shares) != 0 {
-		t.Errorf("%d connections are still counted", len(b.shares))
+	if n := b.shares.Holders(); n != 0 {
+		t.Errorf("%d connections are still counted", n)
+	}
+}
+
+// TestSmallHolders: an account counts with all that its connections hold. Very many that hold little each lose them, one after another, and
+// one that holds more than each of them, and less than all, goes on. Of its account's own connections that would be the one that is ended.
+func TestSmallHolders(t *testing.T) {
+	const holders, each, large = 200, 16 << 10, 1 << 20 // the product's bounds are ten times as large
+	b := newBudget(holders * each)
+	var ended []string
+	of := func(account core.Account, name string) *share {
+		return b.newShare(account, func() { ended = append(ended, name) })
+	}
+	honest, small := of("honest", "honest"), make([]*share, holders)
+	for i := range small {
+		small[i] = of("attacker", fmt.Sprint("small ", i))
+		small[i].add(each)
+	}
+	if len(ended) > 0 {
+		t.Fatalf("up to the limit %v are ended", ended)
+	}
+	leave := func() (name string) {
+		t.Helper()
+		if len(ended) != 1 {
+			t.Fatalf("%d connections are ended at once: %v", len(ended), ended)
+		}
+		name, ended = ended[0], nil
+		return name
+	}
+	honest.add(large)
+	for i := holders - 1; b.total > b.limit; i-- { // its next pieces, until there is room
+		if got, want := leave(), fmt.Sprint("small ", i); got != want {
+			t.Fatalf("%s is ended, want %s", got, want)
+		}
+		small[i].release()
+		if b.total > b.limit {
+			honest.add(1)
+		}
+	}
+	if honest.ended || b.total <= b.limit-each {
+		t.Errorf("the honest one is ended: %v; %d bytes are held of %d", honest.ended, b.total, b.limit)
+	}
+	late := of("attacker", "late")
+	late.add(each)
+	if name := leave(); name != "late" { // it is the newest
+		t.Errorf("a small one comes, and %s is ended", name)
+	}
+	late.add(1 - each)
+	more := b.limit - b.total
+	small[0].add(more)
+	late.add(1) // what it said before it knew of its end
+	if len(ended) > 0 {
+		t.Errorf("who is ended has ended %v", ended)
+	}
+	small[0].add(-more)
+	late.release()
+	second := of("honest", "second") // now the honest account asks for more than all others hold
+	second.add(holders * each)
+	if name := leave(); name != "second" {
+		t.Errorf("%s is ended", name)
+	}
+	second.release()
+	for range holders - large/each { // nothing is given back: each end is another's
+		honest.add(large)
+	}
+	if !honest.ended {
+		t.Error("one that holds the most of all stays")
 	}
 }
 
@@ -63,7 +132,7 @@ func TestBudget(t *testing.T) {
 // until the oldest has waited too long, or until the client is gone. Each counts with its bytes
 // and what it costs beside them, an answer of the client's until it is passed on.
 func TestWindow(t *testing.T) {
-	s := &share{of: newBudget(1 << 30), end: func() { t.Error("its connection is ended") }}
+	s := newBudget(1<<30).newShare("A", func() { t.Error("its connection is ended") })
 	w := newWindow(s, newRegistryQueries())
 	w.left = time.Hour
 	open := func(reply string) error {
@@ -127,7 +196,7 @@ func TestWindow(t *testing.T) {
 		t.Errorf("after its end: %v", err)
 	}
 
-	late := newWindow(&share{of: newBudget(1 << 30), end: func() {}}, newRegistryQueries())
+	late := newWindow(newBudget(1<<30).newShare("A", func() {}), newRegistryQueries())
 	late.left = time.Millisecond
 	for i := range 2*maxUnanswered + 1 { // none is answered
 		if _, err := late.open(fmt.Sprint("a", i), 0, false); err != nil {
@@ -138,7 +207,7 @@ func TestWindow(t *testing.T) {
 		}
 	}
 	synctest.Test(t, func(t *testing.T) { // a few that nobody answers count only for so long, though there is room
-		few := &share{of: newBudget(1 << 30), end: func() {}}
+		few := newBudget(1<<30).newShare("A", func() {})
 		w := newWindow(few, newRegistryQueries())
 		for _, at := range []struct {
 			after   time.Duration
@@ -163,7 +232,7 @@ func TestWindow(t *testing.T) {
 func TestUnreadAnswers(t *testing.T) {
 	for what, head := range map[string]string{"short ones": "MSG a 1 0\r\n\r\n", "a long one first": fmt.Sprintf("MSG a 1 %d\r\n", 4<<20)} {
 		budget := newBudget(1 << 30)
-		kept := &share{of: budget, end: func() {}}
+		kept := budget.newShare("A", func() {})
 		client, to := net.Pipe() // nobody reads
 		long := 0
 		if strings.HasSuffix(head, "4194304\r\n") {

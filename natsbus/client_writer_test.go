@@ -14,7 +14,7 @@ func TestClientWriterPassesAll(t *testing.T) {
 	budget := newBudget(1 << 30)
 	from, server := io.Pipe()
 	client, to := net.Pipe()
-	o := newClientWriter(from, to, newWindow(&share{of: budget, end: func() {}}, newRegistryQueries()), &share{of: budget, end: func() {}})
+	o := newClientWriter(from, to, newWindow(budget.newShare("A", func() {}), newRegistryQueries()), budget.newShare("A", func() {}))
 	ended := make(chan error, 1)
 	go func() {
 		err := o.run()

@@ -55,6 +55,7 @@ var defects = []faulttest.Defect{
 	{"bus-places-kept", "TestHostileSim"},
 	{"bus-handshakes-stay", "TestHostileSim"},
 	{"bus-bytes-uncounted", "TestHostileSim"},
+	{"bus-bytes-by-connection", "TestHostileSim"},
 	{"seal-quota-uncounted", "TestHostileSim"},
 	{"seal-repeats-all", "TestHostileSim"},
 	// A registry that is changed later is found out as one that was made so.
@@ -67,6 +68,8 @@ var defects = []faulttest.Defect{
 	// Who floods from one address has no place that others need.
 	{"bus-places-kept", "TestPlacesOfClients"},
 	{"bus-handshakes-stay", "TestHandshakePlaces"},
+	// Who holds much by many connections ends no one that holds less.
+	{"bus-bytes-by-connection", "TestSmallHolders"},
 	// The agents that one makes share what one gets.
 	{"bus-agents-are-accounts", "TestAccounts"},
 	// Long requests of one agent hold up no short ones of others.

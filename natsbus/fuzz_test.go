@@ -332,7 +332,7 @@ func FuzzCommandFilter(f *testing.F) {
 	other := regexp.MustCompile(`^(PING|PONG|SUB( [^ ]+){2,3}|UNSUB( [^ ]+){1,2})$`)
 	f.Fuzz(func(t *testing.T, text []byte) {
 		var out bytes.Buffer
-		share := &share{of: newBudget(1 << 30), end: func() {}}
+		share := newBudget(1<<30).newShare("A", func() {})
 		w := newWindow(share, newRegistryQueries())
 		w.close()
 		w.gone, w.over = false, make(chan struct{})

@@ -192,8 +192,8 @@ func (u *upgradedRig) check(t testing.TB, text, said []byte) {
 	u.port.authenticator.mu.Unlock()
 	for what, b := range map[string]*budget{"requests": u.port.unanswered, "answers": u.port.unread} {
 		b.mu.Lock()
-		if b.total < 0 || b.total > 64<<10 || len(b.shares) > 1 { // the honest agent's
-			t.Errorf("after %q %d bytes of %s are counted, of %d connections", text, b.total, what, len(b.shares))
+		if b.total < 0 || b.total > 64<<10 || b.shares.Holders() > 1 { // the honest agent's
+			t.Errorf("after %q %d bytes of %s are counted, of %d connections", text, b.total, what, b.shares.Holders())
 		}
 		b.mu.Unlock()
 	}

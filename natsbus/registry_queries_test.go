@@ -60,7 +60,7 @@ func TestQueriesWithoutAnswer(t *testing.T) {
 	q := newRegistryQueries()
 	q.within = time.Millisecond
 	of := func() *window {
-		return newWindow(&share{of: newBudget(1 << 30), end: func() {}}, q)
+		return newWindow(newBudget(1<<30).newShare("A", func() {}), q)
 	}
 	hides, honest := of(), of()
 	for i := range 4 * maxQueries {

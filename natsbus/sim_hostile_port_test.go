@@ -9,6 +9,7 @@ import (
 	"net"
 	"strings"
 	"sync/atomic"
+	"testing"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -24,13 +25,18 @@ type hostileClient struct {
 	victim string       // the nkey's seed of an agent that a client sends to the hostile peer's own host
 	id     core.AgentID // at the server
 	conn   *hostileConn
-	held   []*hostileConn // have proved themselves, and not said CONNECT
-	silent []net.Conn     // have not proved themselves
-	awaits []string       // subjects of answers to requests of others
+	held   []*hostileConn        // have proved themselves, and not said CONNECT
+	silent []net.Conn            // have not proved themselves
+	awaits []string              // subjects of answers to requests of others
+	others map[core.AgentID]bool // ids that it has made for connections that hold little; guarded by w.mu
+	met    time.Time             // when its small requests last met a large one
 	n      int
 }
 
-const floodBytes = 100 << 10 // of each request of a flood
+const (
+	floodBytes = 100 << 10 // of each request of a flood
+	largeBytes = 440 << 10 // of an honest agent's
+)
 
 // hostileConn is one of its connections.
 type hostileConn struct {
@@ -43,10 +49,12 @@ func (h *hostileConn) say(format string, args ...any) {
 }
 
 // enter proves itself as each agent does; nil if there is no place.
-func (h *hostileClient) enter() *hostileConn {
+func (h *hostileClient) enter() *hostileConn { return h.enterAs(h.self) }
+
+func (h *hostileClient) enterAs(self *Identity) *hostileConn {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
-	e := &clientHandshake{self: h.self, secrets: secrets{token: h.w.token}, right: rightAsk}
+	e := &clientHandshake{self: self, secrets: secrets{token: h.w.token}, right: rightAsk}
 	conn, err := h.w.enter(ctx, h.from, e)
 	if err != nil {
 		h.w.tell("hostile-refused", "%v", err)
@@ -108,7 +116,7 @@ func (h *hostileClient) strike() {
 	a, b := w.two()
 	h.n++
 	word, inbox := fmt.Sprint("attacker", h.n), inboxOf(h.id)+fmt.Sprint(".", h.n)
-	switch w.rnd.IntN(10) {
+	switch w.rnd.IntN(11) {
 	case 0:
 		w.tell("hostile-name", "sends to %s as %s", a.name, b.name)
 		h.publish(subject(a.id, b.id), inbox, message(wire.KindSignal, b.id, word))
@@ -136,17 +144,58 @@ func (h *hostileClient) strike() {
 			h.n++
 			h.publish(subject(a.id, h.id), inboxOf(h.id)+fmt.Sprint(".", h.n), message(wire.KindSignal, h.id, word+strings.Repeat(" ", floodBytes)))
 		}
+	case 8:
+		h.holdLittle()
 	default:
 		h.late()
 	}
 }
 
+// holdLittle has some connections hold little each, and together more than an honest agent, which asks for much then: so it is one of
+// them that has to go. They hear no answers, so that what they hold stays.
+func (h *hostileClient) holdLittle() {
+	w := h.w
+	if !h.met.IsZero() && time.Since(h.met) < 2*answerWithin { // what is not answered counts so long
+		return
+	}
+	h.met = time.Now()
+	var conns []*hostileConn
+	for range 3 {
+		self := NewIdentity() // an identity costs nothing
+		id := self.At(w.agents[0].id).ID()
+		w.mu.Lock()
+		h.others[id] = true
+		w.mu.Unlock()
+		c := h.enterAs(self)
+		if c == nil {
+			break
+		}
+		conns = append(conns, c)
+		c.say("CONNECT {}\r\nPING")
+		for range 3 {
+			h.n++
+			c.publish(w.t, subject(w.agents[0].id, id), inboxOf(id)+fmt.Sprint(".", h.n), message(wire.KindSignal, id, fmt.Sprint("attacker", h.n, strings.Repeat(" ", floodBytes))))
+		}
+	}
+	w.pass(10 * time.Millisecond)
+	w.tell("hostile-small", "%d connections hold little each", len(conns))
+	w.request(&simRequest{from: w.agents[1+w.rnd.IntN(3)], to: w.agents[0], kind: wire.KindSignal, padding: largeBytes}, 8*time.Second, nil)
+	w.pass(10 * time.Millisecond)
+	for _, c := range conns {
+		c.out.give(nil, true)
+	}
+}
+
 func (h *hostileClient) publish(subj, reply string, req *wire.Request) {
+	h.conn.publish(h.w.t, subj, reply, req)
+}
+
+func (h *hostileConn) publish(t *testing.T, subj, reply string, req *wire.Request) {
 	data, err := req.MarshalMsg(nil)
 	if err != nil {
-		h.w.t.Fatal(err)
+		t.Fatal(err)
 	}
-	h.conn.say("PUB %s %s %d\r\n%s", subj, reply, len(data), data)
+	h.say("PUB %s %s %d\r\n%s", subj, reply, len(data), data)
 }
 
 func (h *hostileClient) overhear(c *hostileConn, a *simAgent) {
@@ -271,7 +320,7 @@ func (h *hostileClient) leave() {
 
 func (h *hostileClient) owns(id, account string) bool {
 	// A decode agent counts all who ask over a port under that, and the server's agent all who have gone under none.
-	return core.AgentID(id) == h.id && (account == "10.0.9.9/32" || account == string(simVia) || account == "")
+	return (core.AgentID(id) == h.id || h.others[core.AgentID(id)]) && (account == "10.0.9.9/32" || account == string(simVia) || account == "")
 }
 
 func (h *hostileClient) check(broken func(string)) {

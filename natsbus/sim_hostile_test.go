@@ -64,7 +64,7 @@ func TestHostileSim(t *testing.T) {
 	}
 	// A world in which nothing is answered, or nothing happens, would prove nothing.
 	for _, want := range []string{"ask", "answered", "unanswered", "lost", "doubled", "delayed", "break", "forget", "uncertain", "hostile-flood", "hostile-heard", "hostile-enters", "hostile-name",
-		"hostile-from", "hostile-elsewhere", "hostile-answer", "hostile-hears", "hostile-late", "hostile-relay", "hostile-fill", "hostile-replay",
+		"hostile-from", "hostile-elsewhere", "hostile-answer", "hostile-hears", "hostile-late", "hostile-relay", "hostile-fill", "hostile-small", "hostile-replay",
 		"hostile-open", "hostile-poses", "hostile-session", "hostile-plain"} {
 		if faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)

@@ -64,6 +64,7 @@ type simRequest struct {
 	from, to *simAgent
 	kind     wire.Kind
 	until    time.Time // it has ended then
+	padding  int       // bytes of a signal
 	handled  int
 	ended    bool
 }
@@ -123,7 +124,7 @@ func (w *simWorld) openPort() {
 		w.addDecode(i + 1)
 	}
 	attacker := NewIdentity()
-	w.attacker = &hostileClient{w: w, self: attacker, id: attacker.At(p.ID()).ID(), from: "10.0.9.9:1", victim: seed}
+	w.attacker = &hostileClient{w: w, self: attacker, id: attacker.At(p.ID()).ID(), others: map[core.AgentID]bool{}, from: "10.0.9.9:1", victim: seed}
 }
 
 // addDecode adds a decode agent of an address of its own.
@@ -239,7 +240,7 @@ func (w *simWorld) handle(at *simAgent, req *wire.Request) *wire.Reply {
 	case req.Kind == wire.KindHello && req.Hello != nil:
 		word = req.Hello.EngineID
 	case req.Kind == wire.KindSignal && req.Signal != nil:
-		word = string(req.Signal.Data)
+		word = strings.TrimRight(string(req.Signal.Data), " ")
 	}
 	broken := func(format string, args ...any) {
 		w.broken = append(w.broken, fmt.Sprintf("%s is asked %.10q: ", at.name, word)+fmt.Sprintf(format, args...))
@@ -294,15 +295,20 @@ func message(kind wire.Kind, from core.AgentID, word string) *wire.Request {
 
 // ask has an honest agent ask another. It ends with that one's answer or an error. ended, if it is not nil, hears which.
 func (w *simWorld) ask(from, to *simAgent, kind wire.Kind, limit time.Duration, ended chan<- error) {
+	w.request(&simRequest{from: from, to: to, kind: kind}, limit, ended)
+}
+
+func (w *simWorld) request(q *simRequest, limit time.Duration, ended chan<- error) {
+	from, to, kind := q.from, q.to, q.kind
 	w.mu.Lock()
-	q := &simRequest{word: fmt.Sprint("w", len(w.asked)), from: from, to: to, kind: kind, until: time.Now().Add(limit)}
+	q.word, q.until = fmt.Sprint("w", len(w.asked)), time.Now().Add(limit)
 	w.asked[q.word] = q
 	w.mu.Unlock()
 	w.tell("ask", "%s asks %s %q", from.name, to.name, q.word)
 	w.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
-		r, err := from.bus.Request(ctx, from.via, to.id, message(kind, from.id, q.word))
+		r, err := from.bus.Request(ctx, from.via, to.id, message(kind, from.id, q.word+strings.Repeat(" ", q.padding)))
 		switch {
 		case err == nil && r.Code != 0 && strings.HasPrefix(r.Reason, "agent "+string(to.id)+" "):
 			err = errors.New(r.Reason)

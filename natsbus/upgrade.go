@@ -158,7 +158,7 @@ func (s *Server) proxy(u *clientConn, peer net.Conn, conn *tls.Conn, who client)
 			s.log.Sugar().Warnf("natsbus: all %d control connections were taken: agent %s gave its one up, since %v has the most%s", s.clients.max, evicted.id, evicted.from, note)
 		})
 	}
-	asked, kept := &share{of: s.unanswered, end: u.close}, &share{of: s.unread, end: u.close}
+	asked, kept := s.unanswered.newShare(who.account, u.close), s.unread.newShare(who.account, u.close)
 	defer asked.release()
 	defer kept.release()
 	w := newWindow(asked, s.queries)
