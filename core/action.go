@@ -10,20 +10,20 @@ import (
 // Action is what a Machine wants of its user after an event. The concrete types follow.
 type Action interface{ action() }
 
-// The answers to an event. An answer is the first action of its step, and is given to who told the event.
+// The answers to an event. An answer is the first action of its step. The user gives it to whoever told the event.
 type (
-	// Refuse answers an event of the engine that is not taken. Without it the event is taken.
+	// Refuse answers an event of the engine that the machine does not accept. Without a Refuse the machine has accepted the event.
 	Refuse struct{ Err error }
-	// AnswerLoad answers a LoadMessage: what D is told of its load.
+	// AnswerLoad answers a LoadMessage: it is what P tells D of the load.
 	AnswerLoad struct {
 		Code   Code
 		Reason string
 	}
-	// AnswerRenew answers a RenewMessage, for each of its Loads and then of its Claims, in this order.
+	// AnswerRenew answers a RenewMessage: first for each of its Loads, then for each of its Claims.
 	AnswerRenew struct{ Answers []Answer }
 )
 
-// Split takes the answer off the actions of a step; it is nil if there is none.
+// Split separates the answer from the other actions of a step. If the step has no answer, answer is nil.
 func Split(actions []Action) (answer Action, rest []Action) {
 	if len(actions) > 0 {
 		switch actions[0].(type) {
@@ -35,7 +35,7 @@ func Split(actions []Action) (answer Action, rest []Action) {
 }
 
 // OfMemory says whether an action begins or ends the use of an engine's blocks by a transport. The user performs these actions
-// in their order, and the others in theirs, beside them.
+// one after the other, in the order of their steps. Beside them it performs the other actions in the same way.
 func OfMemory(act Action) bool {
 	switch act.(type) {
 	case Expect, Revoke, Write, StopWrite:
@@ -75,12 +75,12 @@ type (
 		Prompt uint64
 		Lease  time.Duration
 	}
-	// SendRenew: renew these transfers at one P: those of which it has a load, and those
-	// that are only claimed. The outcome is RenewReplied.
+	// SendRenew: renew these transfers at one P. Loads are those that P has a load of; Claims
+	// are those that D has only claimed. The outcome is RenewReplied.
 	SendRenew struct {
 		Peer          AgentID
 		Loads, Claims []TransferID
-		More          bool // of a part of the answer: others of the same renewal follow
+		More          bool // this is a part of a renewal, whose answer is told in parts, and further parts follow
 	}
 	// SendProbe: ask a D whose connections broke whether it lives. The outcome is
 	// ProbeReplied.
@@ -101,7 +101,7 @@ type (
 		Digest string
 	}
 	// Forget: look the peer's target up again next time. Gone says that nobody listens
-	// there, so that nothing more need be asked of it.
+	// as the peer, so the user need not ask it anything more.
 	Forget struct {
 		Peer AgentID
 		Gone bool
@@ -109,8 +109,8 @@ type (
 	// Revoke: fence a load's blocks. The outcome is Revoked.
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written. Src has the blocks that hold
-	// what Dst, the load's Selection, asks for. Begin and End are as of kv.Match.PairsBetween.
-	// While there is an End, Writes that extend this one follow.
+	// what Dst, the load's Selection, asks for. Begin and End are those of kv.Match.PairsBetween.
+	// If there is an End, further Writes follow that extend this one.
 	Write struct {
 		ID    TransferID
 		Peer  AgentID
@@ -171,8 +171,8 @@ func (Report) action()      {}
 // time, so that the engine's calls get in between.
 const MaxLocked = 8
 
-// Parts cuts the answers to a renewal up, for a user with a lock: see MaxLocked. Answers that
-// are not as many as the transfers stay whole, for the machine to refuse.
+// Parts cuts a renewal and its answers into parts, for a user with a lock: see MaxLocked. If there are not as many
+// answers as transfers, Parts gives them whole, and the machine refuses them.
 func (r SendRenew) Parts(answers []Answer) iter.Seq2[SendRenew, []Answer] {
 	return func(yield func(SendRenew, []Answer) bool) {
 		if len(answers) != len(r.Loads)+len(r.Claims) {

@@ -17,27 +17,27 @@ type OfferRequest struct {
 	ID TransferID
 	kv.Selection
 	Token  uint64 // given back in the Report
-	Prompt uint64 // fingerprint of the prompt that the blocks are the cache of; 0: not said
-	After  Moment // from which on the blocks hold the transfer; 0: they hold it
+	Prompt uint64 // fingerprint of the prompt whose cache the blocks hold; 0: not said
+	After  Moment // from this moment on the blocks hold the transfer; 0: they hold it already
 }
 
 // PartialOffer is the engine's word that some blocks of a transfer are ready, while it
-// computes the rest: those that a D has asked for move meanwhile. An OfferRequest must follow, with
-// these blocks and the others, or Withdraw. If the transfer was given up meanwhile, the OfferRequest
-// tells its end; here that is no error.
+// computes the rest. Meanwhile the ready blocks that a D has asked for move. An OfferRequest must follow,
+// with these blocks and the others, or a Withdraw. If the transfer was given up meanwhile, a PartialOffer
+// is still no error; the Report of the OfferRequest tells how the transfer ended.
 type PartialOffer struct {
 	ID     TransferID
-	First  []uint32       // per group, with its first blocks: as of Selection
+	First  []uint32       // per group, with its first blocks: as in Selection
 	Blocks [][]kv.BlockID // per group: the blocks that follow those given before
 	// Ready is, per group, how many blocks of the prompt, from its start, are ready.
 	Ready []uint32
 	// Regions in which they are ready, ascending; nil: all.
 	Regions []uint32
-	Prompt  uint64 // as of OfferRequest, with the first partial offer at the latest; once said, it holds
-	// After is the moment from which on they are ready; 0: they are.
+	Prompt  uint64 // as in OfferRequest; said with the first partial offer at the latest, it holds for the later ones
+	// After is the moment from which on they are ready; 0: they are ready already.
 	After Moment
-	// Computing is as Ready, of the blocks that the engine's step computes: a later
-	// PartialOffer says in which regions they are ready. Here it is only checked.
+	// Computing is like Ready, but for the blocks that the engine's step is computing. A later
+	// PartialOffer says in which regions they are ready. The machine only checks it.
 	Computing []uint32
 }
 
@@ -167,8 +167,8 @@ type (
 		Err     error
 	}
 	// ProbeReplied is the outcome of SendProbe. Absent says that nobody listens at the peer's address. A
-	// peer that lives is absent too for a moment while it connects again. With Away it may be
-	// absent for as long as it takes to find another server. Err says that no answer came.
+	// peer that lives is absent too for a moment while it connects again. If Away is set, it may be
+	// absent for as long as it needs to find another server. Err says that no answer came.
 	ProbeReplied struct {
 		Peer         AgentID
 		Absent, Away bool
@@ -177,7 +177,7 @@ type (
 	// MomentPassed is the outcome of Await.
 	MomentPassed struct{ Moment Moment }
 	// MomentFailed is the outcome of Await if the moment cannot pass any more: its device is lost, or its
-	// engine's work has failed. What waits for it ends with this reason.
+	// engine's work has failed. The halves that wait for the moment end with this reason.
 	MomentFailed struct {
 		Moment Moment
 		Err    error

@@ -161,7 +161,7 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 			h.loseClaim(c, Ending{f.Code.AtPeer(), f.Reason})
 		}
 	case ld != nil && ld.peer == f.From:
-		if f.Code != core.OK { // only the bytes themselves say that a load went well
+		if f.Code != core.OK { // P's OK ends no load: only the transport knows whether all bytes have landed
 			h.endLoad(now, ld, Ending{f.Code.AtPeer(), f.Reason}, false)
 		}
 	case (c != nil || ld != nil) && h.offers[ID(f.ID)] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended

@@ -42,16 +42,16 @@ type claim struct {
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
-// asked is what a load takes over from its claim, beside the load's own seq and token. Alone it is a farewell: an end of which a P
-// that is still looked up is to hear.
+// asked is what a load takes over from its claim, beside the load's own seq and token. By itself it is a farewell: it keeps an end
+// that P must hear of, while D is still looking P up.
 type asked struct {
 	id     ID
 	seq    uint64
 	from   core.Target
-	rank   bool // from is a rank of an engine, and has no others beside it
+	rank   bool // from is one rank of an engine, which D loads from beside others
 	token  uint64
 	since  time.Time    // the engine's first word of it: its claim, if there was one
-	end    Ending       // how it ended, or ends: of a claim in claimVoid, or when it was lost
+	end    Ending       // how it ended or is ending; a claim has it in claimVoid, or when it was lost
 	peer   core.AgentID // the P agent that it is with; "" while P is looked up
 	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
 	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request

@@ -284,7 +284,7 @@ func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 	}
 }
 
-// EndLoad ends a load, of which P is told, and says whether there was one.
+// EndLoad ends a load and tells P, if there is a load of this id. It says whether there was one.
 func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
 	ld := h.loads.byID[id]
 	switch {

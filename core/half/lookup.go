@@ -7,16 +7,16 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// farewell keeps an end of which P must still be told: the engine has cancelled the claim or
-// load while P's agent was being looked up. It is kept until P is found. A new claim or load
-// of the id voids it: P then hears of the id by the new one.
+// farewell keeps an end that P must still be told: the engine has cancelled the claim or
+// load while D was looking P's agent up. It is kept until P is found. A new claim or load
+// of the id voids it, since P then hears of the id by the new one.
 func (h *Set) farewell(a asked, end Ending) {
 	a.end = end
 	h.farewells.put(a.id, &a)
 }
 
-// restPeers forgets all P agents when nothing waits for one. Tick forgets them one by one,
-// but perhaps nobody tells it then.
+// restPeers forgets all P agents if nothing waits for one. Tick forgets them one by one, but
+// a machine that is not busy may get no Tick.
 func (h *Set) restPeers() {
 	if len(h.loads.byID)+len(h.claims.byID)+len(h.farewells.byID) == 0 {
 		clear(h.peers)

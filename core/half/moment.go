@@ -13,8 +13,8 @@ import (
 // awaited is a moment that halves wait for.
 type awaited struct {
 	since   time.Time
-	waits   int      // how often halves that are under way wait for it
-	waiters []waiter // in the order in which they came; some may wait no more
+	waits   int      // how many waits there are for it now; a half may have several
+	waiters []waiter // in the order in which they came; some may not wait any more
 }
 
 type waiter struct {

@@ -32,8 +32,8 @@ func (m *Machine) underWay(id core.TransferID) (claimed, loading bool) {
 
 func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans.claims) }
 
-// namedLoads is how many loads the engine has named, besides one of this id. A cancelled
-// load of which P must still hear counts too.
+// namedLoads is how many loads the engine has named, besides one of this id. Cancelled
+// loads that P must still hear of count too.
 func (m *Machine) namedLoads(id core.TransferID) int {
 	n := m.halves.WholeLoads() + len(m.fans.loads)
 	if _, _, farewell := m.halves.Decodes(half.ID(id)); farewell {
