@@ -215,9 +215,10 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	return reply
 }
 
-// accountOf is whom the places of an agent count under that asks over a link. In a cluster that is the nkey that its id is of. Agents
-// without one cost nothing to make there, so they have one account. So have those that ask a rank at another's server, which does not
-// say where they come from. Who has a server that this agent is a client of speaks for all who ask over it.
+// accountOf is the account under which the places of a requester count that asks over a link. In a cluster it is the nkey with which the
+// requester's id begins. Agents without an nkey share one account, since it costs nothing to make many of them. If this agent is a rank
+// at another's server, all who ask it share one account, since that server does not say where they come from. If the link is to the
+// port of another agent's server, all who ask over it count under that server.
 func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
 	switch {
 	case fault.On("bus-agents-are-accounts"):

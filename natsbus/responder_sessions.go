@@ -104,14 +104,14 @@ func (s *responderSessions) find(id, number uint64, now time.Time) (*responderSe
 	return v, v.replays.look(number)
 }
 
-// use notes a request that the requester has made: its tag was right. It is taken once.
+// use notes a request whose tag was right, so that only the requester can have made it. A request is accepted once.
 func (s *responderSessions) use(v *responderSession, number uint64) arrival {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if a := v.replays.take(number); a != arrivalNew && !fault.On("seal-replayed") {
 		return a
 	}
-	if s.by[v.id] != v { // it has given way meanwhile
+	if s.by[v.id] != v { // it was evicted meanwhile
 		return arrivalNew
 	}
 	v.last = time.Now()
@@ -128,7 +128,7 @@ func (s *responderSessions) use(v *responderSession, number uint64) arrival {
 	return arrivalNew
 }
 
-// hold puts a session, used just now, with those of its key; mu is held, as in the next two.
+// hold adds a session that was used just now to the sessions of its key; mu is held, as in touch and release.
 func (s *responderSessions) hold(v *responderSession) {
 	s.uses++
 	v.used, v.place = s.uses, s.used.PushBack(v)
@@ -144,7 +144,7 @@ func (s *responderSessions) hold(v *responderSession) {
 	heap.Fix(&s.heap, h.at)
 }
 
-// touch notes a use.
+// touch notes that a session was used.
 func (s *responderSessions) touch(v *responderSession) {
 	s.uses++
 	v.used = s.uses
@@ -152,7 +152,7 @@ func (s *responderSessions) touch(v *responderSession) {
 	v.owner.sessions.MoveToBack(v.among)
 }
 
-// release takes a session away from those of its key.
+// release removes a session from the sessions of its key.
 func (s *responderSessions) release(v *responderSession) {
 	s.used.Remove(v.place)
 	h := v.owner
