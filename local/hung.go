@@ -24,9 +24,9 @@ var errHung = errors.New("the kernel has not ended a copy out of its memory: wha
 // stint is the time in which a goroutine copies a batch. Its fields are guarded by receiver.mu.
 type stint struct {
 	lasts  time.Duration
-	hung   bool    // given up
-	reader *source // of which the reader copies; nil: a worker does
-	leave  func()  // Close waits no longer for the goroutine
+	hung   bool    // the copy was given up
+	reader *source // the source whose reader copies; nil: a worker copies
+	leave  func()  // from this call on Close does not wait for the goroutine
 }
 
 // watch notes a copy out of P's process that begins; r.mu is held.
@@ -38,13 +38,13 @@ func (r *receiver) watch(b *batch) {
 	}
 }
 
-// unwatch notes its end; r.mu is held.
+// unwatch notes that a copy has ended; r.mu is held.
 func (r *receiver) unwatch(b *batch) {
 	delete(r.copies, b)
 	r.rest()
 }
 
-// rest lets Close not wait for the next look; r.mu is held.
+// rest stops the looks if the receiver is closed and no copy is left, so that Close need not wait for the next look; r.mu is held.
 func (r *receiver) rest() {
 	if r.closed && len(r.copies) == 0 {
 		r.patrol.stop()
@@ -61,7 +61,7 @@ func (r *receiver) look() {
 		limit = r.t.cfg.CloseGrace
 	}
 	if r.t.places.any() {
-		limit *= 4 // of which a device may take some, which is bounded
+		limit *= 4 // devices may take a part of the time; how long they take is bounded elsewhere
 	}
 	r.patrol = nil
 	for b := range r.copies {
@@ -210,7 +210,7 @@ func (src *source) readRandom(ctx context.Context, pid int, address uint64) (rea
 	return read, syscall.ETIMEDOUT
 }
 
-// lost says of which agent's link an error is.
+// lost adds to an error of a link which agent the link is to.
 func (src *source) lost(err error) error {
 	return fmt.Errorf("local: prefill agent %s: %w: %w", src.id, core.ErrConnectionLost, err)
 }

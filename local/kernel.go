@@ -163,7 +163,7 @@ func (t *Transport) readable() error {
 	return nil
 }
 
-// readByte reads a byte of this process as others do.
+// readByte reads a byte of this process by process_vm_readv, as another process would.
 func readByte(k kernel, address uint64) syscall.Errno {
 	into := new([1]byte)
 	defer held(into)()

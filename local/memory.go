@@ -186,7 +186,7 @@ func receive(conn *net.UnixConn, b []byte) (file *os.File, err error) {
 
 var errDescriptors = errors.New("it has sent several descriptors at once, or this process can have no more")
 
-// descriptors are those of a control message, all of which this process has now.
+// descriptors returns the descriptors of a control message. This process has all of them now, and must close them.
 func descriptors(control []byte) (fds []int) {
 	list, err := unix.ParseSocketControlMessage(control)
 	if err != nil {

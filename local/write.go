@@ -195,11 +195,11 @@ func (s *sender) halt(out *outbound, err error) (ended bool) {
 	return false
 }
 
-// mostLate is how many stops of one link may stay without D's word at a time. A gate is kept for each.
+// mostLate is how many stops of one link D may leave unanswered at a time. P keeps a gate for each.
 const mostLate = 64
 
-// abandon ends a write without D's word: D has not connected in time, or has not answered a stop. In the second case the gate
-// is closed, and stays so until D's word comes. If D has connected while the wait for it ended, the write goes on.
+// abandon ends a write without D's word: D has not connected in time, or has not answered a stop. If D has not answered, the gate
+// is closed, and stays closed until D answers. If D has connected just when the wait for it ended, the write goes on.
 func (s *sender) abandon(out *outbound, err error) {
 	var mute *outLink
 	s.mu.Lock()
@@ -226,7 +226,7 @@ func (s *sender) abandon(out *outbound, err error) {
 	}
 }
 
-// forget ends the knowledge of a transfer; s.mu is held. The caller must tell its outcome, which is
+// forget removes a transfer; s.mu is held. The caller must tell the write's outcome, which is
 // err unless the write was given up before.
 func (s *sender) forget(out *outbound, err error) {
 	delete(s.byID, out.id)

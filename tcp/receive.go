@@ -162,14 +162,14 @@ func (in *inbound) revoke() error {
 	return nil
 }
 
-// block has no stream read, or begin a copy, into the runs any more.
+// block sees to it that no stream reads, or begins a copy, into the runs any more.
 func (in *inbound) block() {
 	in.fence.Lock()
 	defer in.fence.Unlock()
 	in.revoked = true
 }
 
-// forget ends the streams' knowledge of a transfer; r.mu is held.
+// forget removes a transfer, so that no stream finds it any more; r.mu is held.
 func (r *receiver) forget(in *inbound) bool {
 	if in == nil || r.byID[in.id] != in {
 		return false
@@ -185,11 +185,11 @@ func (r *receiver) close() {
 	for _, p := range r.peers {
 		p.closeAll()
 	}
-	left := slices.Collect(maps.Values(r.byID)) // they stay there, for whoever revokes one beside Close
+	left := slices.Collect(maps.Values(r.byID)) // they stay in byID, since Revoke may be called beside Close
 	clear(r.byGrant)
 	r.mu.Unlock()
 	for _, in := range left {
-		in.block() // the streams wait for the copies, and Close for the streams
+		in.block() // each stream waits for its own copies, and Close waits for the streams
 	}
 }
 

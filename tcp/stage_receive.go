@@ -148,7 +148,7 @@ func (s *inStream) landStarted(in *inbound, most int) (err error) {
 	return err
 }
 
-// polled says whether a read (POLLIN), or a write (POLLOUT), would not wait.
+// polled says whether a read (POLLIN) or a write (POLLOUT) is possible at once.
 func polled(fd uintptr, events int16) bool {
 	list := [1]unix.PollFd{{Fd: int32(fd), Events: events}}
 	for {
@@ -159,9 +159,9 @@ func polled(fd uintptr, events int16) bool {
 	}
 }
 
-// copyFailed ends a transfer for its memory's fault. If a copy may still land, the engine
-// must not hear of an end: no stream knows the transfer any more, and Revoke waits until
-// Close.
+// copyFailed ends a transfer because a copy into its memory has failed. If a copy may still land,
+// the engine must not hear of an end: then no stream knows the transfer any more, and Revoke waits
+// until Close.
 func (r *receiver) copyFailed(in *inbound, err error) {
 	if errors.Is(err, ErrMayCopy) {
 		r.mu.Lock()
@@ -175,7 +175,7 @@ func (r *receiver) copyFailed(in *inbound, err error) {
 	r.failed(in, err)
 }
 
-// stuck notes the regions to which a device does not end a copy.
+// stuck notes the regions into which a device may still copy, since it does not end a copy.
 func (r *receiver) stuck(to []Run) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -58,7 +58,7 @@ var noWait = func() context.Context {
 	return ctx
 }()
 
-// writeStaged writes a stream's frame, of which some bytes may lie in device memory.
+// writeStaged writes a frame to a stream. Some of the frame's bytes may lie in device memory.
 func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err error) {
 	w.idle.each = tenure
 	c.begins(w)
@@ -203,9 +203,9 @@ func (c *source) slot(device int) (Slot, error) {
 	return c.wait(device)
 }
 
-// wait waits for a slot, in one place of the queue. A frame of which nothing is written waits as
-// long as its transfer and its stream live. Within a frame D waits too: for StallTimeout, and for
-// stopGrace when the transfer was given up.
+// wait waits for a slot, and keeps its place in the queue of those that wait. If nothing of the frame is
+// written yet, it waits as long as the transfer and the stream live. Within a frame D waits too: so it waits
+// for StallTimeout at most, or for stopGrace if the transfer was given up.
 func (c *source) wait(device int) (Slot, error) {
 	t := c.w.s.t
 	ctx, cancel := context.WithCancelCause(c.w.st.life)

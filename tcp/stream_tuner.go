@@ -212,8 +212,8 @@ func (b *streamTuner) opened(open int) {
 	b.reset()
 }
 
-// meter reads what D's kernel has acknowledged on a D's streams. It is called without sender.mu: the kernel answers when no
-// call writes to the stream.
+// meter reads how many bytes D's kernel has acknowledged on the streams of one D. It is called without sender.mu, since the kernel
+// answers only while no call writes to the stream.
 func meter(streams []*outStream) (r reading) {
 	for _, st := range streams {
 		if info := st.info(); info != nil { // else the stream has ended: the reading does not count then
@@ -248,7 +248,7 @@ func (p *outPeer) uses(st *outStream) bool {
 	return st.able() && before < p.tuner.use
 }
 
-// unopened is the first number of which no stream is open, -1 if all are; sender.mu is held.
+// unopened is the first number that has no open stream; -1 if all have one; sender.mu is held.
 func (p *outPeer) unopened() int {
 	return slices.IndexFunc(p.slots[:], func(s outSlot) bool { return s.stream == nil })
 }
