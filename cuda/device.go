@@ -209,8 +209,8 @@ func (d *Device) fails(err error) bool {
 	return d.failure.CompareAndSwap(nil, &err)
 }
 
-// stall fails a device of which nobody knows whether its copies have ended. It may have failed
-// before: that its copies may yet land must be known all the same.
+// stall fails a device if nobody knows whether its copies have ended. Even if the device has failed
+// before, Err then also says that copies may yet land.
 func (d *Device) stall(cause error) {
 	d.stalled.Do(func() {
 		why := fmt.Errorf("%w: %w", cause, ErrStuck)

@@ -250,8 +250,8 @@ func (p *Peer) Opened() int {
 }
 
 // Close closes all that was opened. Copies that the device does not have yet end with ErrPeerClosed, and Close waits for
-// the others. When it has returned nil nothing of the peer's memory is used here, and it may be given back there. Then the peer's
-// memory may be opened anew. If the device does not end a copy the error is ErrStuck, and the memory stays open.
+// the others. When Close has returned nil, this process uses nothing of the peer's memory: the peer may free it, and Open may open
+// memory of the peer anew. If the device does not end a copy, the error is ErrStuck, and the memory stays open.
 func (p *Peer) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -111,9 +111,9 @@ type union struct {
 	sample []driver.Piece // of pieces, for Moved
 }
 
-// unionOf finds what lies under regions, of which each has its pieces.
+// unionOf finds what lies under regions; of has the pieces of each region.
 func unionOf(regions []*Region, of [][]driver.Memory) (u union, err error) {
-	first := map[mapping]*Region{} // that lies in it
+	first := map[mapping]*Region{} // by mapping: the first region that lies in it
 	for k, r := range regions {
 		for _, p := range of[k] {
 			m := mapping{base: p.Base, end: p.Base + p.Size, id: p.ID, block: p.Block}
@@ -212,7 +212,7 @@ func (d *Device) regionAt(addr uint64) string {
 	return "unknown" // it was closed meanwhile
 }
 
-// check says of which region's memory one of the pieces is not the same any more.
+// check names a region that has other memory now than one of the pieces; nil: there is none.
 func (d *Device) check(pieces []driver.Piece, regionAt func(addr uint64) string) error {
 	if !d.enter() {
 		return d.over()

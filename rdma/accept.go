@@ -123,8 +123,8 @@ func (r *receiver) portDown(p *localPort, cause error) {
 	}
 }
 
-// portUp tells each P that a port has become active, if P has lanes at other ports or
-// reached none. Otherwise P learns of the port when it connects.
+// portUp tells each P that a port has become active, if P has lanes at other ports, or has
+// reached no port. Any other P learns of the port when it connects.
 func (r *receiver) portUp(p *localPort) {
 	for _, src := range r.all() {
 		src.mu.Lock()

@@ -105,9 +105,9 @@ func (q *sendQueue[H]) posting(owner H, writes []verbs.Write, pieces []verbs.SGE
 	}
 }
 
-// completed returns the batches that are done when the request with that ID is done:
-// one for each call, the oldest first, and false when there are no more. After a failed
-// completion the batches before its ID are done, and flush returns the others.
+// completed returns, when the request with that ID is done, the batches that are then done.
+// Each call returns one of them, the oldest first, and false if none is left. If the request
+// has failed, completed returns the batches before its ID, and flush the others.
 func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 	if q.n == 0 || q.ring[q.head].last > id || id >= q.next {
 		return b, false
@@ -125,8 +125,8 @@ func (q *sendQueue[H]) owner(id uint64) (h H, ok bool) {
 	return h, false
 }
 
-// flush returns the batches under way on a queue pair that is gone: one for each call,
-// the oldest first.
+// flush returns the batches that are under way on a queue pair that is gone. Each call
+// returns one of them, the oldest first, and false if none is left.
 func (q *sendQueue[H]) flush() (b batch[H], ok bool) {
 	if q.n == 0 {
 		return b, false

@@ -44,7 +44,7 @@ type registry struct {
 	gpus    GPUs       // nil: no region lies on one
 	gpu     []gpuRange
 	gpuAt   []place
-	number  []int // of each GPU among the host's
+	number  []int // the number of each GPU among the host's GPUs
 	touch   func() error
 	scratch []byte
 

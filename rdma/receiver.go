@@ -95,7 +95,7 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	return nil
 }
 
-// newSecret makes all grants of before void; mu is held, or nobody else knows the source.
+// newSecret makes a new secret, by which all grants that were given before are void; mu is held, or nobody else knows the source.
 func (src *source) newSecret() {
 	src.secret = make([]byte, secretSize)
 	rand.Read(src.secret)

@@ -143,12 +143,12 @@ func (w *write) deal(list []stripeRange) {
 // minStripe is the least size of a stripe that is worth a lane of its own.
 const minStripe = 256 << 10
 
-// stripeFrom says from which size on a transfer takes several paths.
+// stripeFrom has the sizes from which on a transfer takes several paths.
 var stripeFrom = stripeSizes{near: 2 * minStripe, far: 16 << 20}
 
-// choose returns the weight of each lane for so many bytes: by the speed of its path,
-// and on each path evenly. A small transfer takes the lane that carries least. A nil lane
-// is one that broke; it gets 0.
+// choose returns the weight of each lane for so many bytes. The weights of the paths follow their
+// speeds, and the lanes of one path have equal weights. A small transfer takes the lane that
+// carries least. A nil lane is one that broke; its weight is 0.
 func (cn *conn) choose(lanes []*lane, bytes uint64, memory kv.Memory, now time.Time) (weights []float64) {
 	var paths []candidate
 	index := map[*path]int{}

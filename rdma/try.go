@@ -227,7 +227,7 @@ func (cn *conn) failed(tr *trial, err error) {
 	cn.t.log.Info("rdma lane cannot be used", zap.String("peer", string(cn.peer)), zap.Error(tr.failed))
 }
 
-// judge pauses the paths of which no lane works, and returns why lanes failed.
+// judge pauses the paths that have no working lane, and returns why lanes failed.
 func (cn *conn) judge(plan []*planned, made []*trial) (causes []error) {
 	for _, tr := range made {
 		if tr.failed != nil {
