@@ -108,8 +108,8 @@ func (t *transports) sameHost(info *wire.Agent) bool {
 	return info.Host != "" && info.Host == local.Host()
 }
 
-// fullEndpoint is a transport's address as it is dialled. If the address names no host, the
-// host of the bootstrap address counts, since that host is known to be reachable.
+// fullEndpoint is the address at which to dial a transport. If the transport's own address names no
+// host, fullEndpoint takes the host of the bootstrap address, since that host is known to be reachable.
 func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, error) {
 	host, port, err := net.SplitHostPort(e.Address)
 	if err != nil {
@@ -131,7 +131,7 @@ func (t *transports) connect(peer core.AgentID, engine string, common []commonTr
 	var errs []error
 	connected := map[string]bool{}
 	t.mu.Lock()
-	clear(t.pair(peer).down) // before the transports report breaks
+	clear(t.pair(peer).down) // before Connect: from then on the transports may report new breaks
 	t.mu.Unlock()
 	for _, w := range common {
 		name := w.via.Name()

@@ -31,7 +31,7 @@ func (c *Config) secured() bool {
 		c.TLSCertFile != "" || c.TLSCAFile != "" || c.clusterTLS()
 }
 
-// clusterTLS: each URL of the cluster, of which there is one, begins with tls://.
+// clusterTLS says whether the URLs of the cluster all begin with tls://. No URL at all does not count as that.
 func (c *Config) clusterTLS() bool {
 	for s := range strings.SplitSeq(c.NATSURL, ",") {
 		if u, err := url.Parse(strings.TrimSpace(s)); err != nil || u.Scheme != "tls" {

@@ -100,8 +100,8 @@ func (m *lockedMachine) mayCall(want agentState) error {
 	return nil
 }
 
-// setState goes from one state to another and calls with under the lock. If the agent is in
-// another state than from, because it was closed meanwhile, setState does neither.
+// setState changes the agent's state and calls with, both under the lock. If the agent is in another
+// state than from, because it was closed meanwhile, setState changes nothing and does not call with.
 func (m *lockedMachine) setState(from, to agentState, with func()) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -120,7 +120,7 @@ func (m *lockedMachine) setState(from, to agentState, with func()) error {
 	return nil
 }
 
-// close ends all halves; false if they were closed before.
+// close ends all halves. It returns false if the machine was closed before.
 func (m *lockedMachine) close() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -47,7 +47,7 @@ var anAgent = regexp.MustCompile(`\b([A-Z2-7]{32}|U[A-Z2-7]{55}-[A-Z2-7]{7})\b`)
 // forPeer takes other agents' ids out of a text that is told to a peer.
 func (s *server) forPeer(text, peer string) string {
 	if text == "" {
-		return "" // as of nearly all answers
+		return "" // nearly all answers have no text
 	}
 	return anAgent.ReplaceAllStringFunc(text, func(id string) string {
 		if id == peer || id == string(s.id) {

@@ -41,10 +41,10 @@ type transports struct {
 	lacks         []wire.Lack      // transports that are not available here
 	devices       *devices.Devices // on which some of the memory lies; nil: none
 	held          ownMemory
-	closing       atomic.Bool               // nothing begins any more
-	changed       atomic.Bool               // some of that memory is not what was registered any more; see renew
-	taking        sync.Locker               // held while memory of now is taken for what was registered: the agent's lock
-	memoryChanged map[core.TransferID]error // writes that were stopped because their memory is another; guarded by mu
+	closing       atomic.Bool               // no transfer begins any more
+	changed       atomic.Bool               // some device memory is not what was registered any more; see renew
+	taking        sync.Locker               // the agent's lock: held while the agent takes new memory in place of what was registered
+	memoryChanged map[core.TransferID]error // writes that were stopped because their memory has changed; guarded by mu
 
 	mu           sync.Mutex
 	pairs        map[core.AgentID]*pair // as many as the peer table has, at most
@@ -65,14 +65,14 @@ type transportOf struct {
 	via  core.Transport
 }
 
-// newTransports' sink takes the outcomes; suspect is told of each peer to which
-// no transport is left.
+// newTransports makes the transports of an agent. sink takes the outcomes. suspect is
+// called for each peer to which no transport is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, sink core.Sink, suspect func(core.AgentID)) *transports {
 	return &transports{id: id, cfg: c, log: log, allow: allow, machine: sink, suspect: suspect, firstWait: firstWait, further: further, taking: new(sync.Mutex),
 		pairs: map[core.AgentID]*pair{}, active: map[half]transportOf{}, failedWrites: map[half]transportOf{}, memoryChanged: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 
-// add and lack are called before t is in use.
+// add adds a transport, and lack notes why this agent lacks one. Both are called before t is in use.
 func (t *transports) add(w core.Transport) {
 	t.list = append(t.list, w)
 	t.moved[w.Name()] = &TransportStats{Available: true}

@@ -53,8 +53,8 @@ func (f fields) checkXargs(c Contract) error {
 	return nil
 }
 
-// mayBeJSON: some engine may take a text for JSON, whatever type it is said to have. JSON
-// comes in other encodings too, and Python reads some that Go does not.
+// mayBeJSON says whether some engine may read a text as JSON, whatever its Content-Type says. JSON
+// comes in other encodings than UTF-8 too, and Python reads some that Go does not.
 func mayBeJSON(text []byte) bool {
 	text = bytes.TrimLeft(text, " \t\r\n")
 	if len(text) == 0 {
