@@ -48,14 +48,14 @@ func OfMemory(act Action) bool {
 // tells the outcome by that event, once.
 type (
 	// Resolve: find the target and make it known. The outcome is Resolved or, if the half has
-	// several parts, with ResolvedParts. Fresh says that the remembered agent of this target
-	// was found to be wrong. Seq comes back with the answer: an id may be in use again by
-	// then.
+	// several parts, ResolvedParts. Fresh says that the remembered agent of this target
+	// was found to be wrong. Seq comes back with the outcome, since an id may be in use again
+	// by then.
 	Resolve struct {
 		ID    TransferID
 		Seq   uint64
 		From  Target
-		Part  bool // From is a rank, and has no parts
+		Part  bool // From is one rank, so the outcome is Resolved
 		Fresh bool
 	}
 	// Expect: arm the transport for these blocks. The outcome is Expecting.

@@ -79,7 +79,7 @@ type Cancel struct {
 // still known. When blocks of it are offered again, D loads it from the beginning.
 type Withdraw struct{ ID TransferID }
 
-// Remapped says that the memory of a transfer of Given is another now: its blocks do not hold what was
+// Remapped says that the memory of a transfer of Given has changed: its blocks do not hold what was
 // offered, and what a load asks for must not come into them. So these halves fail, with this reason at
 // both sides. Halves without blocks go on.
 type Remapped struct {
@@ -159,7 +159,7 @@ type (
 		Reason string
 	}
 	// RenewReplied is the outcome of SendRenew, or of a part of it: see SendRenew.Parts. Absent says that nobody
-	// listens at the peer's address; Err that no answer came.
+	// listens at the peer's address. Err says that no answer came.
 	RenewReplied struct {
 		Renewal SendRenew
 		Answers []Answer

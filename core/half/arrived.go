@@ -176,12 +176,12 @@ func (h *Set) StepRestartMessage(now time.Time, r core.RestartMessage) {
 	}
 }
 
-// finishOffer takes D's word that its half has ended.
+// finishOffer handles D's message that its half has ended.
 func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reason string) {
 	_, gone := h.Ended.Get(id)
 	of := h.offers[id]
 	if of == nil && !gone {
-		h.above.Meet(now, who, id) // if it is a part, the others are waited for
+		h.above.Meet(now, who, id) // if the id is a part's, P now waits for the other parts too
 		of = h.offers[id]
 	}
 	switch {

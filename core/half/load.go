@@ -212,7 +212,7 @@ func (h *Set) move(ld *load, until time.Time, gone bool) {
 	h.fence(ld, loadMoving)
 }
 
-// restartLoad takes P's word that it has withdrawn the blocks of the load whose grant has
+// restartLoad handles P's message that P has withdrawn the blocks of the load whose grant has
 // this digest.
 func (h *Set) restartLoad(now time.Time, ld *load, which string) {
 	if (ld.state != loadRequesting && ld.state != loadWaiting) || digest(ld.grant) != which && !fault.On("anew-at-every-word") {

@@ -113,8 +113,9 @@ func (h *Set) loadPassed(now time.Time, ld *load) {
 	h.proceed(now, ld)
 }
 
-// loadPeerGone: the P agent of a load does not answer any more. As with a claim, another agent may take its
-// place if the load awaits its moment and the agent has not answered. absent: nobody listens there.
+// loadPeerGone is called when the P agent of a load does not answer any more. If the load awaits its moment and
+// the agent has not answered it yet, another agent may take the agent's place, as with a claim. absent says that
+// nobody listens as the agent.
 func (h *Set) loadPeerGone(now time.Time, ld *load, heard time.Time, absent bool, reason string) {
 	if ld.state == loadWaiting || ld.keeper != "" || ld.former != "" {
 		h.endLoad(now, ld, Ending{core.PeerLost, reason}, !absent)

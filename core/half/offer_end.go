@@ -103,7 +103,7 @@ func (h *Set) Remember(of *Offer, id ID, end Tombstone) {
 	}
 }
 
-// Report is what the engine is told of an offer that has ended.
+// Report is the report of an offer that has ended.
 func (of *Offer) Report(now time.Time) core.Report {
 	wait := now.Sub(of.offered)
 	switch {

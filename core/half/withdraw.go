@@ -61,7 +61,7 @@ func (h *Set) startOver(now time.Time, of *Offer) {
 	h.offerTo(of, next)
 }
 
-// digest names a grant: a restart is of one load, and void for a later one.
+// digest names a grant. A restart names the load's grant by it, so that the restart is void for a later load.
 func digest(grant []byte) string {
 	sum := sha256.Sum256(grant)
 	return fmt.Sprintf("%x", sum[:8])
