@@ -15,7 +15,7 @@ type Engine struct {
 	WorkerAddr map[int]map[int]string `json:"worker_addr"`
 }
 
-// ConflictError is a registration that contradicts an earlier one.
+// ConflictError refuses a registration that contradicts an earlier one.
 type ConflictError struct {
 	Detail string
 }
@@ -23,7 +23,7 @@ type ConflictError struct {
 // Error is the detail that HTTP clients see.
 func (e *ConflictError) Error() string { return "bootstrap: " + e.Detail }
 
-// FullError is a registration that found no room.
+// FullError refuses a registration because the table is full.
 type FullError struct {
 	Limit int
 }

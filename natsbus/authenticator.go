@@ -57,8 +57,8 @@ func newAuthenticator(k secrets, local string, keys []string) (*authenticator, e
 	return g, nil
 }
 
-// addUser makes a user for a client that has proved itself, for one connection. connect is
-// what the embedded server is told of it.
+// addUser makes a user for a client that has proved itself, for one connection. connect is the
+// text that introduces this user to the embedded server.
 func (g *authenticator) addUser(c client) (connect string, leave func(), err error) {
 	user := fault.Pick("bus-user-shared", randomName(), "agent")
 	options, err := json.Marshal(map[string]any{"user": user, "pass": "-", "name": clientName + string(c.id), "lang": "go", "version": "1",

@@ -137,7 +137,7 @@ func (l *link) subscribe() error {
 		if err := sub.SetPendingLimits(maxQueuedRequests, maxQueuedRequestBytes); err != nil {
 			return err
 		}
-		l.handshake.subscription.Store(sub) // long before it is not read
+		l.handshake.subscription.Store(sub) // before so much can wait that the connection is not read any more
 	}
 	drained := make(chan struct{})
 	sub.SetClosedHandler(func(string) { close(drained) })

@@ -48,7 +48,7 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		}
 	}
 	if l.waits(&v) {
-		// Its number is taken before it waits: the short ones that overtake it meanwhile may be more than replays remembers.
+		// It is unsealed, and its number taken, before it waits: meanwhile more short requests may overtake it than replays remembers.
 		if l.seals == nil || b.unseal(&v) {
 			b.enqueueLong(v)
 		}
@@ -95,7 +95,7 @@ func (l *link) waits(v *inboundRequest) bool {
 	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-long-requests-at-once")
 }
 
-// enqueueLong takes a long request, which is unsealed.
+// enqueueLong queues a long request, which is unsealed already.
 func (b *Bus) enqueueLong(v inboundRequest) {
 	q := b.longQueue
 	if strings.HasPrefix(v.m.Subject, joinRoot) {
@@ -113,7 +113,7 @@ func (b *Bus) enqueueLong(v inboundRequest) {
 	}
 }
 
-// answerLongRequests answers the long requests that wait, one after the other, until there is none.
+// answerLongRequests answers the long requests that wait, one after the other, until none is left.
 func (b *Bus) answerLongRequests(q *longQueue) {
 	for b.ctx.Err() == nil {
 		v, late := q.next()
@@ -147,8 +147,8 @@ func (b *Bus) serveOne(v *inboundRequest) {
 	b.answer(v, b.handle(v.link, v.from, v.m))
 }
 
-// acquireHandlers waits for what a request needs to be answered. A long one waits for others of its kind
-// without a place of the short ones.
+// acquireHandlers waits for the places that a request needs to be answered. While a long request waits for other
+// long ones, it takes no place from the short ones.
 func (b *Bus) acquireHandlers(long bool) (why string) {
 	if long {
 		if why := b.acquire(b.longSlots); why != "" {
@@ -168,14 +168,14 @@ func (b *Bus) releaseHandlers(long bool) {
 	<-b.requestSlots
 }
 
-// acquire waits for one of a kind of handlers. It says why there is none.
+// acquire waits for a place of one kind. If it gets none, it says why.
 func (b *Bus) acquire(s chan struct{}) (why string) {
 	select {
 	case s <- struct{}{}:
 		return ""
 	default:
 	}
-	// By steps, since this process may be stopped for longer than maxArrival: of a ticker's steps that it missed it sees one.
+	// It waits by steps, since this process may be stopped for longer than maxArrival: then a ticker counts all missed steps as one.
 	step := time.NewTicker(arrivalStep)
 	defer step.Stop()
 	for range maxArrival / arrivalStep {

@@ -181,7 +181,7 @@ type unopened struct{ m *nats.Msg }
 
 func (*unopened) Error() string { return "no session was opened" }
 
-// sessionWith returns the session to ask an agent, and opens one if there is none, or only stale.
+// sessionWith returns the session by which to ask an agent. If there is none, or only the one that is stale, it opens one.
 func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.AgentID, stale *sealSession) (*sealSession, error) {
 	for {
 		s, a, first := l.seals.requester.get(to, stale, time.Now())
@@ -270,7 +270,7 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	switch {
 	case err != nil:
 		return nil, a.failed(err)
-	case noResponders(m): // else a.right, which may look at another message just now, has looked at this one
+	case noResponders(m): // here a.opened is not read: a.right may be looking at another message. Below it has accepted this one
 		return nil, &unopened{m}
 	case a.opened == nil:
 		return nil, &unopened{m}
