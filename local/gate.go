@@ -11,21 +11,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A gate is a page of P's for each write. While P keeps the blocks the page's first word is a number
-// that no other write has had. D reads the word behind the blocks: last in each call of process_vm_readv, which
-// reads in order, or by a call of its own after a copy out of a mapping. If D finds the number, P had the blocks when D
-// read them, and D need not ask. If it is another, or cannot be read, D throws away what it has copied.
+// A gate is a page of P's for each write. While P keeps the blocks, the page's first word is a number
+// that no other write has had. D reads this word after the blocks: as the last part of each call of process_vm_readv,
+// which reads in order, or by a call of its own after a copy out of a mapping. If D finds the number, P had the blocks when
+// D read them, and D need not ask P. If D finds another number, or cannot read it, D throws away what it has copied.
 //
-// D also reads a byte of the page first in each call that copies blocks, and the kernel stops a call at the first byte
-// that it may not read. So when P has closed the gate, mostly no such call of D's that begins copies anything, even if D has
-// not heard of it. That only spares work: the kernel may lack a mapping for a closed page, and a mapped copy has no such byte.
+// Each call that copies blocks also reads a byte of the page first, and the kernel ends a call at the first byte that it may
+// not read. So once P has closed the gate, a call of D's that begins mostly copies nothing, even if D has not heard that P
+// has closed it. This only spares work: the kernel may lack a mapping for a closed page, and a mapped copy has no such byte.
 type gate struct {
 	address uint64
 	area    *gateArea
 	closed  bool
 }
 
-// word is where a gate's number is.
+// word is the place of a gate's number.
 func (one *gate) word() *uint64 { return (*uint64)(unsafe.Pointer(&one.area.mem[one.offset()])) }
 
 func (one *gate) offset() int {
@@ -38,14 +38,14 @@ type gateArea struct {
 	lost bool // a gate of it stays closed for ever: D may still try to read there
 }
 
-// gates keeps those that no write uses.
+// gates keeps the gates that no write uses.
 type gates struct {
 	mu    sync.Mutex
 	areas []*gateArea
 	free  []*gate
 	lost  int
-	freed bool   // Close has given all back: no gate's page is there any more
-	last  uint64 // number that was given, from a random one on: another process with P's process number has none of them
+	freed bool   // Close has given all memory back: no gate's page is there any more
+	last  uint64 // the last number given; the first is random, so a process that gets P's process number has none of them
 }
 
 const (

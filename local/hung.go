@@ -116,7 +116,8 @@ func (r *receiver) giveUp(b *batch) {
 	}
 }
 
-// wasHung takes the end of a copy that was given up. The goroutine that has copied has nothing to do any more.
+// wasHung notes the end of a copy, and says whether the copy was given up before. If it was, the goroutine that has copied has
+// nothing more to do.
 func (r *receiver) wasHung(b *batch, err error) bool {
 	r.mu.Lock()
 	if !b.on.hung {
@@ -158,14 +159,15 @@ func (r *receiver) wasHung(b *batch, err error) bool {
 	return true
 }
 
-// less counts one less of a peer.
+// less takes 1 from a peer's count.
 func less(of map[core.AgentID]int, peer core.AgentID) {
 	if of[peer]--; of[peer] == 0 {
 		delete(of, peer)
 	}
 }
 
-// hangs says whether the kernel has not ended what it does in P's memory, so the two do not meet again yet; r.mu is held.
+// hangs says whether the kernel still does something in P's memory that it does not end. While it does, the two do not meet again;
+// r.mu is held.
 func (r *receiver) hangs(peer core.AgentID) bool { return r.hung[peer]+r.unread[peer] > 0 }
 
 // after is what Close has to say of copies that hang. A value that is still being read is no copy: Close may meet one that has just

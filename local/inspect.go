@@ -22,7 +22,7 @@ type Report struct {
 	Who            string `json:"who"`  // may read a prefill engine's memory
 }
 
-// Inspect finds out what a transport of this process would find out about its host.
+// Inspect finds out, about this process and its host, what a transport would find out.
 func Inspect() Report { return inspect(linux{}) }
 
 func inspect(k kernel) (r Report) {

@@ -260,7 +260,7 @@ func spacesOf(list []memory) (all spaces, err error) {
 	return all[:k], nil
 }
 
-// at says which space an address is of, and where that ends.
+// at returns the space that an address lies in, and the address at which that space, or the gap between two spaces, ends.
 func (all spaces) at(address uint64) (space uint32, end uint64) {
 	i, found := slices.BinarySearchFunc(all, address, func(s stretchOf, a uint64) int { return cmp.Compare(s.base, a) })
 	if !found {

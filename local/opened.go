@@ -154,7 +154,7 @@ func (t *Transport) await(tr *cuda.Transfer, one cuda.Copy) error {
 	return err
 }
 
-// spread copies bytes to the blocks of c.into. An engine may have given them back.
+// spread copies bytes to the blocks of c.into. The engine may have freed the blocks' memory: then spread returns an error.
 func (c *copier) spread(bytes []byte) (err error) {
 	was := debug.SetPanicOnFault(true)
 	defer debug.SetPanicOnFault(was)

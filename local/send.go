@@ -330,7 +330,7 @@ func (s *sender) heardDone(ol *outLink, grant random) error {
 // whole says whether D was told where all of a transfer's bytes are.
 func (out *outbound) whole() bool { return out.said == out.total && out.bytes == out.total }
 
-// heardOver takes D's word that it copies nothing of a transfer any more.
+// heardOver handles D's message that it copies nothing of a transfer any more.
 func (s *sender) heardOver(ol *outLink, grant random, e *ending) {
 	var unread error
 	s.mu.Lock()

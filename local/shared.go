@@ -90,7 +90,7 @@ func (t *Transport) share() (*handout, error) {
 	return s, nil
 }
 
-// openable are the memories of this process that others may open. That one of them cannot be shared is told at New.
+// openable are the memories of this process that others may open. If one cannot be shared, New has already said so.
 func (t *Transport) openable() (spaces, error) {
 	if !t.cfg.Listen || !t.places.any() {
 		return spacesOf(t.memories)
@@ -105,13 +105,13 @@ func (t *Transport) openable() (spaces, error) {
 // mostShared leaves room for memory files.
 const mostShared = mostMemories / 2
 
-// lacking stands in a list for what P cannot share.
+// lacking is the entry of P's list for memory that P cannot share.
 func lacking(why error) *memory {
 	text := why.Error()
 	return &memory{space: lackingSpace, kind: memoryLacking, base: 1, size: 1, handle: []byte(text[:min(len(text), mostHandle)])}
 }
 
-// mostName is so much of a region's name, or a device's, as is told.
+// mostName is how many bytes of a region's name, or of a device's, P tells D.
 const mostName = 80
 
 // appendAllocation makes the handle of a memory on a device: two ids, the device, the region, CUDA's handle.
@@ -127,7 +127,7 @@ func appendAllocation(b []byte, a *cuda.Allocation) []byte {
 
 var errHandle = errors.New("its handle is none of this version's: run the same kvconn on both")
 
-// parseAllocation reads it. CUDA judges what remains.
+// parseAllocation reads what appendAllocation has made. CUDA judges the handle in it.
 func parseAllocation(m *memory) (a cuda.Allocation, err error) {
 	b := m.handle
 	if len(b) < 16 {

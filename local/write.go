@@ -21,21 +21,21 @@ type outbound struct {
 	wait      *delayed // for a link, or for D's word on a stop
 	gate      *gate
 	proof     uint64 // the gate's number
-	proved    bool   // D was told it: D may find out by itself whether P has kept the blocks
+	proved    bool   // P has told D the number, so D may find out by itself whether P has kept the blocks
 	given     spans.List
-	bytes     uint64 // of given
-	runs      int    // of given
-	total     uint64 // also of the bytes that are not given yet
+	bytes     uint64 // how many bytes given has
+	runs      int    // how many runs given has
+	total     uint64 // the bytes of the whole transfer, with those that are not given yet
 	todo      []piece
-	stretches []stretch // behind todo
-	said      uint64    // bytes
-	asked     bool      // D has heard of it
-	queued    bool      // in its link's queue
+	stretches []stretch // to say after todo
+	said      uint64    // how many bytes P has said
+	asked     bool      // D has heard of the write
+	queued    bool      // it is in its link's queue
 	started   time.Time
 
-	kept   bool  // P has said that the blocks are as they were. D's report makes it good
-	halted bool  // P gives it up, and waits for D's word that it copies no more
-	err    error // why
+	kept   bool  // P has said that it has kept the blocks; the write is good when D says that it has reported the load
+	halted bool  // P gives the write up, and waits for D's word that D copies no more
+	err    error // why P gives it up
 }
 
 var errStopped = errors.New("local: the write was stopped")
@@ -249,7 +249,7 @@ func (s *sender) tell(out *outbound) {
 	s.t.sink.Written(out.id, stats, out.err)
 }
 
-// enqueue has a write's runs said; sender.mu is held.
+// enqueue queues a write, so that P says its runs to D; sender.mu is held.
 func (ol *outLink) enqueue(out *outbound) {
 	if !out.queued {
 		out.queued = true

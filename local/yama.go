@@ -77,7 +77,7 @@ func refusedRead(k kernel, pid int, errno syscall.Errno, p place, own place) err
 	return fmt.Errorf("the kernel does not let this process read process %d (%w): both need the same user, user namespace and capabilities (or this one CAP_SYS_PTRACE), and process %d must be dumpable, which a program with file capabilities is not", pid, errno, pid)
 }
 
-// barred explains P's verdict on a claim that D is barred.
+// barred adds P's verdict to the reason why D cannot read P's memory.
 func barred(v verdict, value uint32, pid int, cause error) error {
 	switch v {
 	case verdictTaken:

@@ -37,13 +37,13 @@ type receiver struct {
 	redial   time.Duration // see redialAfter
 	closed   bool
 	copying  atomic.Int64    // copies of all transfers to devices
-	mayLand  map[string]bool // names of regions to which a device has not ended a copy
+	mayLand  map[string]bool // names of regions into which a device may still copy, since it has not ended a copy
 }
 
-// outcome is the end of a transfer that one caller tells.
+// outcome is the end of a transfer. One caller tells it to the sink.
 type outcome struct {
-	told chan struct{} // closed when the sink was told, or never will be
-	err  error         // of the fence, then: the sink is not told
+	told chan struct{} // closed when the sink was told, or when nobody will tell it any more
+	err  error         // if the fence failed: its error; then nobody tells the sink
 }
 
 // inbound is one transfer that is expected.
@@ -380,7 +380,7 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.took().Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
-	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop
+	case gone: // another stream has brought the last frame, or the transfer has failed or was revoked: P may stop sending it
 		return s.answered(in.grant)
 	case end == nil:
 		return nil

@@ -92,8 +92,8 @@ func (g *sendRanges) find(position uint64) (i int, found bool) {
 	return i, i < len(g.ranges) && g.ranges[i].position <= position
 }
 
-// fill puts the bytes from a position up to limit into v, up to its capacity, and says how
-// many they are. All of them have been given.
+// fill puts the places of bytes into v: from a position on, at most limit bytes, and at most as many places as v has
+// room for. It returns how many bytes these are. The caller asks only for bytes that have been given.
 func (g *sendRanges) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64) {
 	i, _ := g.find(position)
 	for total < limit && len(v) < cap(v) {

@@ -214,7 +214,7 @@ func (c *copies) done() {
 	}
 }
 
-// wait returns when nothing is copied, or with false when Close waits no longer.
+// wait waits until no copy is under way, and returns true. If Close gives the copies up before that, it returns false.
 func (c *copies) wait() bool {
 	c.mu.Lock()
 	if c.n == 0 || fault.On("tcp-revoke-at-once") {
