@@ -18,13 +18,13 @@ type Region struct {
 
 	// Guarded by the device's mu; a Renewal replaces both.
 	pieces []driver.Memory
-	was    []driver.Piece // what Check asks for: an address of each piece, and what lay there
+	was    []driver.Piece // an address of each piece, and the ids that lay there when it was registered: Check compares them
 }
 
 // mapping is a piece of device memory that copies may not leave.
 type mapping struct {
 	base, end, id, block uint64
-	far                  bool // a peer's, of another GPU
+	far                  bool // it is a peer's, on another GPU
 }
 
 // Register makes memory of the device known to it. The name is for errors.

@@ -201,8 +201,8 @@ func (cn *conn) killGrant(seq uint64) {
 	}
 }
 
-// drain takes D's word that grants are dead. It returns those that may still have bytes
-// on their way; tellDrained tells D when they have none.
+// drain handles D's signal that grants are dead. It returns those grants that may still have
+// bytes on their way; tellDrained tells D when they have none.
 func (cn *conn) drain(m *signal) (pending []uint64) {
 	for _, seq := range m.Seqs {
 		cn.killGrant(seq)

@@ -108,7 +108,7 @@ func (r *registry) check(devices int) error {
 }
 
 // register registers the agent's memory with all devices that have an active port.
-// Without Fallback it fails if one of them does not take the memory.
+// Without Fallback it fails if one of these devices cannot register the memory.
 func (t *Transport) register() error {
 	var list []*device
 	var down []error

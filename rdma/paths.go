@@ -24,8 +24,8 @@ const (
 	speedFades = 10 * time.Minute
 )
 
-// path is a pair of ports, one here and one at the peer, that reach each other:
-// how fast it is, what it carries now, and whether it is paused. It has no lock
+// path is a pair of ports, one here and one at the peer, that reach each other. It says
+// how fast the path is, what it carries now, and whether it is paused. It has no lock
 // and no clock of its own.
 type path struct {
 	line float64 // bytes a second, as the ports say
@@ -33,8 +33,8 @@ type path struct {
 	inFlight uint64 // bytes under way
 	speed    float64
 	measured time.Time // when speed was measured; zero: never
-	busyFrom time.Time // of the sample that is being taken
-	sample   uint64    // its bytes
+	busyFrom time.Time // when the sample began that is being taken
+	sample   uint64    // that sample's bytes
 
 	cause   error // why it is paused; nil: it is not
 	pause   time.Duration

@@ -55,7 +55,7 @@ const maxWhole = 1024
 // errUnsettled is the cause while the handshake is under way.
 var errUnsettled = errors.New("the handshake is under way")
 
-// settle says that P can write to this D, or with a cause that it cannot; src.mu is held.
+// settle notes whether P can write to this D: yes if cause is nil, else no because of cause; src.mu is held.
 func (src *source) settle(cause error) {
 	if src.cause == errUnsettled {
 		close(src.settled)
@@ -63,7 +63,7 @@ func (src *source) settle(cause error) {
 	src.cause = cause
 }
 
-// usable says whether P can write to this D. settled is closed when that is known.
+// usable says whether P can write to this D. settled is closed when the handshake has shown it.
 func (src *source) usable() (settled <-chan struct{}, cause error) {
 	src.mu.Lock()
 	defer src.mu.Unlock()

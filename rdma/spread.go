@@ -16,7 +16,7 @@ import (
 // waits for the write's first bytes, since there may be more lanes by then.
 func (cn *conn) begin(w *write) {
 	if cn.t.forgotten() != nil {
-		return // it waits for lanes of after
+		return // it waits for the lanes to the new memory
 	}
 	if !w.known {
 		g, err := checkGrant(w.op.Grant, cn.remote.secret, w.op.ID)

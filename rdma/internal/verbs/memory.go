@@ -161,7 +161,7 @@ func (p *PD) RegisterDMABuf(fd int, offset, length, iova uint64, access Access) 
 	})
 }
 
-// NoDMABuf says whether an error of RegisterDMABuf means that no dma-buf can be registered, and not only not this one.
+// NoDMABuf says whether an error of RegisterDMABuf would come for any dma-buf, and not for this one only.
 func NoDMABuf(err error) bool {
 	return errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.EPROTONOSUPPORT) || errors.Is(err, syscall.ENOSYS)
 }
