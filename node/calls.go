@@ -190,8 +190,8 @@ func (a *Agent) MomentEntries() (byRegion []uint8, entries []devices.Entry) {
 	return c.transports.devices.MomentEntries()
 }
 
-// TakingMoments says that a caller in C is still in an entry of MomentEntries. A Close that follows waits for it, and if leave is not called
-// in time it keeps what the entry uses.
+// TakingMoments notes that a caller in C is in an entry of MomentEntries, until leave is called. A Close that follows waits for that. If
+// leave is not called in time, Close keeps the memory that the entry uses.
 func (a *Agent) TakingMoments() (leave func()) {
 	c := a.caches.Load()
 	if c == nil {
@@ -209,7 +209,7 @@ func (a *Agent) GetFinished() []core.Report {
 	return nil
 }
 
-// Finished has a value when GetFinished has something.
+// Finished is a channel that has a value when GetFinished has reports.
 func (a *Agent) Finished() <-chan struct{} {
 	if q, ok := a.machine.reports.(*reportQueue); ok {
 		return q.ready

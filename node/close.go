@@ -66,8 +66,8 @@ func (a *Agent) Close() error {
 	return errors.Join(errs...)
 }
 
-// wait waits until the agent's goroutines have ended. If a driver does not answer, one may wait for it, which ctx bounds. Else
-// nothing is left that could hold them up for long. They have until the end of all that a close waits for besides.
+// wait waits until the agent's goroutines have ended. If a driver does not answer, a goroutine may wait for it: then ctx bounds the
+// wait. If all drivers answer, nothing can hold the goroutines up for long, and they have as long as Close waits for everything else.
 func (a *Agent) wait(ctx context.Context, until time.Time, at closeResult) error {
 	ended := make(chan struct{})
 	safe.Go("close", func() {
@@ -79,7 +79,7 @@ func (a *Agent) wait(ctx context.Context, until time.Time, at closeResult) error
 		return nil
 	case <-ctx.Done():
 	}
-	bound := deregisterTime / 10 // the others may have used up the time
+	bound := deregisterTime / 10 // the other parts of Close may have used up the time
 	if at.quiet && at.whole {
 		bound = max(bound, time.Until(until))
 	}

@@ -53,8 +53,8 @@ func (t *transports) admit(peer core.AgentID, h *wire.Agent) (tickets []wire.Tic
 	return tickets, nil
 }
 
-// common are the transports that a prefill agent has too, with their addresses
-// checked, and why it lacks the others.
+// common returns the transports that this agent and a prefill agent both have, with addresses that are
+// checked. absent says for each of this agent's other transports why the prefill agent lacks it.
 func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap string) (list []commonTransport, absent map[string]error, err error) {
 	absent = map[string]error{}
 	var refused error
@@ -81,7 +81,7 @@ func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap str
 				continue
 			}
 		}
-		// Only the Settler knows what its address means; no network's address is dialled for it.
+		// Only a Settler itself knows what its address means. Nobody dials such an address in a network.
 		if _, settles := w.(core.Settler); !settles {
 			if endpoint, err = fullEndpoint(info, info.Endpoints[i], bootstrap); err != nil {
 				return nil, nil, &refusedError{err.Error()}
@@ -102,8 +102,8 @@ func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap str
 	return list, absent, nil
 }
 
-// sameHost: a prefill agent says that it is on this host. That decides only whether it is a fallback
-// to go without a transport that the prefill agent lacks.
+// sameHost says whether a prefill agent claims to be on this host. If the prefill agent lacks the transport
+// local, only this decides whether that counts as a fallback.
 func (t *transports) sameHost(info *wire.Agent) bool {
 	return info.Host != "" && info.Host == local.Host()
 }

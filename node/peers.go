@@ -162,7 +162,7 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 	}
 	more, err := t.makeRoom(t.matches.adds(p.in, p.out), old)
 	if gone = append(gone, more...); err != nil {
-		if old != nil { // what it was known by is not what it says now
+		if old != nil { // the peer's new record found no room, and its old record does not hold any more
 			gone = append(gone, p.id)
 			t.drop(old)
 		}
@@ -177,7 +177,7 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 	return gone, nil
 }
 
-// idlest is the peer that was unused for longest of those that are not in use; nil if there is none. t.mu is held.
+// idlest is the peer that was unused for longest, among those that are not in use; nil if there is none. t.mu is held.
 func (t *peerTable) idlest(now time.Time) *peer {
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		if p := e.Value.(*peer); !p.busy(now) {
@@ -187,13 +187,13 @@ func (t *peerTable) idlest(now time.Time) *peer {
 	return nil
 }
 
-// errManyMatches: the peers whose caches take the most were used a moment ago.
+// errManyMatches refuses a peer because the matches take too much memory, and all peers were used a moment ago.
 var errManyMatches = fmt.Errorf("%w: what this agent keeps of how its peers' KV caches fit its own would take more than %d bytes, and it has used each peer within the last %v; give all decode engines the same KV caches",
 	errBusy, maxMatched, keptFor)
 
-// makeRoom forgets peers that are not in use, until so many bytes more may be kept:
-// first those that take the most. A peer whose caches another one has too stays, and so does one that says hello again, which
-// put deals with. t.mu is held.
+// makeRoom forgets peers that are not in use, until there is room for so many more bytes: first those that
+// take the most. It keeps a peer if another peer has the same caches, since that frees nothing. It also keeps the
+// peer but, which says hello again and which put deals with. t.mu is held.
 func (t *peerTable) makeRoom(bytes int, but *peer) (gone []core.AgentID, err error) {
 	if t.matches.bytes+bytes <= maxMatched {
 		return nil, nil
@@ -342,7 +342,7 @@ func (t *peerTable) found(key lookup, parts []core.FoundPart) []core.Resolve {
 // remember keeps the agents of a target, unless one of them is forgotten already;
 // t.mu is held.
 func (t *peerTable) remember(key lookup, found []core.FoundPart) {
-	if len(t.known) >= 4*maxPeers { // many spellings; the targets in use are looked up again
+	if len(t.known) >= 4*maxPeers { // requests have spelled targets in many ways; those in use are looked up again
 		clear(t.known)
 	}
 	if !slices.ContainsFunc(found, func(f core.FoundPart) bool { return t.byID[f.Peer] == nil }) {

@@ -145,15 +145,15 @@ func (t *transports) Dismiss(peer core.AgentID) {
 	}
 }
 
-// firstWait is how long a pair that has just met waits at most for better transports
-// while there is another.
+// firstWait is how long a pair that has just met waits at most for a better transport, if
+// another one can be used already.
 const firstWait = 2 * time.Second
 
-// further is how long Close waits for what has not ended in close_timeout_s: a transport for a peer or for the kernel, and
-// goroutines for the end of what they do. It is longer than rdma's own wait, so that rdma is not given up in it.
+// further is how long Close waits beyond close_timeout_s: for transports that wait for a peer or for the kernel, and for goroutines.
+// It is longer than rdma's own wait, so that Close does not give rdma up during that wait.
 const further = rdma.ToldBound + 2*time.Second
 
-// errPending: a transfer does not wait until a transport is set up.
+// errPending is the reason to pass a transport over that is not set up yet, since the transfer does not wait for that.
 var errPending = errors.New("its setup with that peer has not ended")
 
 var expired = func() context.Context {
@@ -189,8 +189,8 @@ func usableNow(w core.Transport, peer core.AgentID) error {
 	return err
 }
 
-// connectionLost notes that the connection to a peer by one transport broke, and says whether no other
-// is left: the peer may have been replaced then.
+// connectionLost notes that the connection to a peer by one transport broke. all says that no other transport is
+// left: then the peer may have been replaced.
 func (t *transports) connectionLost(peer core.AgentID, name string) (all bool) {
 	t.mu.Lock()
 	p := t.pairs[peer]
@@ -317,7 +317,7 @@ func (t *transports) stats() (by map[string]TransportStats, pairs []PairStats) {
 	return by, pairs
 }
 
-// counted is what t itself knows, beside what its transports have said.
+// counted returns the statistics that t itself counts, with what its transports have said.
 func (t *transports) counted(own map[string]map[string]uint64, lacking map[string]error) (by map[string]TransportStats, pairs []PairStats) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

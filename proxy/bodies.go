@@ -199,7 +199,7 @@ type eviction struct {
 	why  error
 }
 
-// evictable are the bodies that may give way to another that takes n bytes more, and what they hold. mu is held.
+// evictable returns the bodies that may give way to another body that takes n bytes more, and how many bytes they hold; mu is held.
 func (b *bodies) evictable(to *heldBody, n int64) (all []eviction, bytes int64) {
 	late, own := b.now().Add(-slowBody), b.share(to.from).arriving+n
 	if to.at == nil {
@@ -273,7 +273,7 @@ func (h *heldBody) add(n int64) {
 	h.count(n)
 }
 
-// keep has it counted until a further end, and so many bytes beside it.
+// keep adds a holder: the body is counted until end was called once more. It also counts own further bytes.
 func (h *heldBody) keep(own int64) {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
@@ -281,7 +281,7 @@ func (h *heldBody) keep(own int64) {
 	h.count(own)
 }
 
-// end is when one of its holders has let go, and of so many bytes beside it.
+// end is called when a holder has let go of the body, and of own further bytes.
 func (h *heldBody) end(own int64) {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
@@ -293,7 +293,7 @@ func (h *heldBody) end(own int64) {
 	h.refs--
 }
 
-// count changes what it holds. mu is held.
+// count changes how many bytes the body holds; mu is held.
 func (h *heldBody) count(n int64) {
 	if h.refs == 0 {
 		return

@@ -47,7 +47,7 @@ func (a *answer) streams() bool {
 	return strings.HasPrefix(a.resp.Header.Get("Content-Type"), "text/event-stream")
 }
 
-// brokeOff is the error of an answer that broke off; nothing of it has been passed on.
+// brokeOff is the error of an answer that broke off before the router has passed on any of it.
 func (a *answer) brokeOff() error {
 	if len(a.first) == 0 {
 		return fmt.Errorf("no answer after the headers: %w", a.err)

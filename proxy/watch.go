@@ -168,7 +168,8 @@ func serverFields(s *server, err error) []zap.Field {
 	return []zap.Field{zap.String("role", s.role), zap.String("url", s.url), zap.Error(err)}
 }
 
-// probe asks a server whether it is healthy and, if it prefills, for its ranks. role is the one that the server told, if it tells any.
+// probe asks a server whether it is healthy and, if it is a prefill server, for its ranks. role is the role that the server tells; "" if it
+// tells none.
 func (p *Proxy) probe(ctx context.Context, s *server) (ranks []rank, role string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
