@@ -122,20 +122,20 @@ type (
 		Begin, End []uint32
 		Extends    bool // it extends a write that has begun, unless that has ended
 	}
-	// Await: say when this moment has passed, by MomentPassed, or that it cannot pass any
-	// more, by MomentFailed. It is asked once for as long as something waits for it. If
-	// nothing does any more, the answer is of no account.
+	// Await: tell MomentPassed when this moment has passed, or MomentFailed if it cannot pass
+	// any more. The machine wants one Await as long as any half waits for the moment. If no half
+	// waits any more, the event does nothing.
 	Await struct{ Moment Moment }
-	// Yield: let others have the machine, and tell Resume then, at once. A step ends only some of the offers that are due.
+	// Yield: let others have the machine, and then tell Resume at once. One step ends only some of the offers that are to end.
 	Yield struct{}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }
-	// Report: tell the engine, once, how its half ended; its blocks are free.
+	// Report: tell the engine, once, how its half ended. The half's blocks are free.
 	Report struct {
 		ID        TransferID
-		Parts     []TransferID // as the transports knew them, if it had any
+		Parts     []TransferID // the ids by which the transports knew its parts, if it had parts
 		Side      Side
-		Transport string // that moved the bytes; set by the user of the Machine
+		Transport string // the one that moved the bytes; set by the user of the Machine
 		Token     uint64
 		Code      Code
 		Reason    string

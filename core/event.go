@@ -59,24 +59,24 @@ type LoadRequest struct {
 	From Target
 	kv.Selection
 	Token  uint64
-	Prompt uint64 // fingerprint of the prompt that it is to be the cache of; 0: not said. P refuses a load of another prompt
-	After  Moment // from which on the blocks may be written, since nothing uses their old content any more; 0: they may be written
+	Prompt uint64 // fingerprint of the prompt whose cache D wants; 0: not said. P refuses a load if its own cache is of another prompt
+	After  Moment // from this moment on the blocks may be written, since nothing uses their old content any more; 0: they may be already
 }
 
 // Announce is the engine's word that it knows the request and works on it: D may wait.
 type Announce struct{ ID TransferID }
 
-// Cancel ends this agent's half or halves of a transfer; each still gets its Report. If
-// the id is not known here yet, the cancel is remembered, so that a peer's load that comes
-// later is refused at once.
+// Cancel ends this agent's half or halves of a transfer; each half still gets its Report. If
+// the id is not known here yet, the machine remembers the cancel, and refuses a peer's load that
+// comes later at once.
 type Cancel struct {
 	ID     TransferID
 	Reason string
 }
 
-// Withdraw gives the blocks of PartialOffers back to the engine, for instance because it
-// preempts the request. They are the engine's again when Reading says no. The request is
-// still known. When blocks of it are offered again, D loads it from the beginning.
+// Withdraw gives the blocks of PartialOffers back to the engine, for instance because the engine
+// preempts the request. The blocks are the engine's again when Reading says no. The request is
+// still known. When the engine offers blocks of it again, D loads it from the beginning.
 type Withdraw struct{ ID TransferID }
 
 // Remapped says that the memory of a transfer of Given has changed: its blocks do not hold what was
@@ -94,7 +94,7 @@ type LoadMessage struct {
 	Account      Account
 	Grant        []byte
 	kv.Selection        // of D's blocks and regions
-	Prompt       uint64 // as of LoadRequest
+	Prompt       uint64 // as in LoadRequest
 	Lease        time.Duration
 	Match        *kv.Match // of this agent's caches with D's; nil: they are alike
 }
@@ -126,8 +126,8 @@ type RestartMessage struct {
 // Outcomes of actions, and what else the agent tells.
 type (
 	// Resolved is the outcome of Resolve. A Code other than OK says why P's agent was not
-	// found or refused this one. Opened is an instant, on this machine's clock,
-	// before which that agent was not open for certain; zero if nothing is known.
+	// found, or why it refused this one. Opened is an instant on this machine's clock: before it
+	// that agent was certainly not open. If nothing is known, it is zero.
 	Resolved struct {
 		ID     TransferID
 		Seq    uint64 // of the Resolve
@@ -149,7 +149,7 @@ type (
 		Grant []byte
 		Err   error
 	}
-	// LoadAnswered is the outcome of SendLoad. Code and Reason count with LoadRefused only, Reason also with
+	// LoadAnswered is the outcome of SendLoad. Code counts only with LoadRefused. Reason counts also with
 	// LoadAbsent and LoadSayHello.
 	LoadAnswered struct {
 		ID     TransferID
@@ -196,14 +196,14 @@ type (
 		Stats TransferStats
 		Err   error
 	}
-	// PeerDown is a transport's word that the way to a peer broke. The machine asks at once
-	// whether the peer is gone too.
+	// PeerDown is a transport's word that its connection to a peer broke. The machine asks at once
+	// whether the peer itself is gone.
 	PeerDown struct{ Peer AgentID }
 	// Tick is the time. It ends claims, loads and offers that have waited too long, and renews leases.
 	Tick struct{}
 	// Resume is the outcome of Yield.
 	Resume struct{}
-	// Close ends every transfer; the agent may go when Busy says no.
+	// Close ends every transfer. When Busy says no, the agent may end.
 	Close struct{}
 	// Abandon reports all halves that Close could not bring to an end. The user may tell it
 	// only when the transports are closed, so that no byte can move.

@@ -15,32 +15,32 @@ import (
 // a restarted engine is never taken for the old one.
 type AgentID string
 
-// ErrConnectionLost is wrapped by a transport's error when the way to the peer
-// broke, rather than the transfer itself.
+// ErrConnectionLost is wrapped by a transport's error if the connection to the peer
+// broke, and nothing is wrong with the transfer itself.
 var ErrConnectionLost = errors.New("connection lost")
 
 // ErrTransportClosed is wrapped by the errors of a Transport that is closed.
 var ErrTransportClosed = errors.New("transport is closed")
 
-// ErrNotExpected is wrapped by a sender's error when the receiver said that it
-// does not expect the transfer, or no more.
+// ErrNotExpected is wrapped by a sender's error if the receiver has said that it
+// does not expect the transfer, or does not expect it any more.
 var ErrNotExpected = errors.New("the decode agent does not expect the transfer")
 
-// ErrOtherWay is wrapped by a sender's error if this way is not there just now, and all is well with the
-// transfer. The receiver's transport was told that it is not there: so D, which is to load the transfer anew,
-// takes another one. If D has not heard it, D may take this way again.
+// ErrOtherWay is wrapped by a sender's error if this transport cannot be used just now, and nothing is wrong
+// with the transfer. The sender has told D's transport so. D is to load the transfer anew, and takes another
+// transport. If D has not heard it, D may take this transport again.
 var ErrOtherWay = errors.New("this way is not there now")
 
 // ErrElsewhere is wrapped by an error of Connect if the transport is for agents of one host, and the
-// peer is on another: to go another way is no fallback then.
+// peer is on another host. Then it is no fallback to take another transport.
 var ErrElsewhere = errors.New("it is on another host")
 
-// ErrMemory is wrapped by an error of Expect if the agent's own memory cannot be used, so that
-// no other P would help.
+// ErrMemory is wrapped by an error of Expect if the agent's own memory cannot be used: then it
+// does not help to look for another P.
 var ErrMemory = errors.New("device memory cannot be used")
 
-// ErrMayLand is wrapped by an error of Revoke, and of Close, if bytes may yet land in registered memory: what copies them, a
-// device or the kernel, does not answer.
+// ErrMayLand is wrapped by an error of Revoke, and of Close, if bytes may yet land in registered memory, since the device or the
+// kernel that copies them does not answer.
 var ErrMayLand = errors.New("memory may still be written, until the process ends")
 
 // mostNamed bounds the regions that an error names.
@@ -173,7 +173,7 @@ type Signaller interface {
 // the answer, bounded by ctx. ErrAbsent means the same as in Bus.Request.
 type Signal func(ctx context.Context, to AgentID, msg []byte) (answer []byte, err error)
 
-// WriteOp is the sender's order to a Transport.
+// WriteOp says what a Transport of the sender is to write.
 type WriteOp struct {
 	ID    TransferID
 	Peer  AgentID
@@ -218,9 +218,9 @@ func (op *WriteOp) Given() (n uint64) {
 type TransferStats struct {
 	Bytes    uint64
 	Segments int // contiguous runs on this side
-	// Nanos is how long bytes were under way. In a write that is given bit by bit this leaves out the time in which all
-	// that was given had arrived, where a side can know it: D by tcp, which counts bytes of the peer's other transfers, and
-	// by local, and P by tcp. Else it is from the first byte to the last.
+	// Nanos is how long bytes were under way. If a write is given bit by bit, the times in which all bytes given so far had
+	// arrived do not count, as far as a side can know them. P knows them by tcp. D knows them by local, and by tcp, where it
+	// counts bytes of the peer's other transfers too. Else Nanos is the time from the first byte to the last.
 	Nanos int64
 	Via   string // the transport's name; set by the user of the Machine
 }
@@ -230,11 +230,11 @@ type TransferStats struct {
 type Sink interface {
 	Received(id TransferID, s TransferStats, err error)
 	Written(id TransferID, s TransferStats, err error)
-	// PeerDown says that the way to a peer broke. On D: it cannot connect, or is not
-	// connected any more. On P, once per loss: an admitted peer that was connected is so no
-	// more; it may come back with the same ticket. If the transport knows which transfers
-	// that hit, they end by a Received or Written of their own. P's half of a transport whose
-	// bytes only the cards move may not see that a peer has died until it has a Write to it:
-	// liveness is the business of leases and renewals.
+	// PeerDown says that the connection to a peer broke. On D it means that D cannot connect,
+	// or is not connected any more. On P it means that an admitted peer is not connected any
+	// more, and comes once for each such loss; the peer may come back with the same ticket. If
+	// the transport knows which transfers this ends, they end by a Received or Written of their
+	// own. If only cards move a transport's bytes, P may not see that a peer has died until it
+	// writes to that peer: leases and renewals find out who lives.
 	PeerDown(peer AgentID, err error)
 }

@@ -23,8 +23,8 @@ func (h *Set) restPeers() {
 	}
 }
 
-// StepResolvedParts has a half that was looked up go on as several, of these ids, one for each rank that was found. All of them are
-// there before the first goes on: it may learn that its agent is gone, and end the others.
+// StepResolvedParts has a half that was looked up go on as several halves with these ids, one for each rank that was found. All of
+// them are made before the first goes on, since that one may learn that its agent is gone, and then end the others.
 func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
 	if f := h.farewells.byID[ID(r.ID)]; f != nil && f.seq == r.Seq {
 		for i := range r.Found {
@@ -87,7 +87,7 @@ func (h *Set) dropFarewell(f *asked) {
 	h.restPeers()
 }
 
-// found notes the agent that was found, and says why it cannot have the request; "" if it can.
+// found notes the agent that was found for a half. It says why this agent cannot know the request; "" if it can.
 func (h *Set) found(now time.Time, a *asked, e core.Resolved) string {
 	a.peer, a.nameBy = e.Peer, time.Time{}
 	younger := a.since.Before(e.Opened)

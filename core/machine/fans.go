@@ -6,8 +6,8 @@ import (
 	"github.com/kvconn/kvconn/internal/invariants"
 )
 
-// fans are the transfers that go in parts. Only this package knows that an engine has several ranks: fans.go, fanin.go, fanout.go
-// and share.go. Each half knows one peer. The calls of the engine reach the parts of a transfer by halfOf, dropClaim and
+// fans are the transfers that go in parts. Only fans.go, fanin.go, fanout.go and share.go of this package know that an engine
+// may have several ranks. Each half knows one peer. The engine's calls reach the parts of a transfer by halfOf, dropClaim and
 // endLoad.
 type fans struct {
 	claims map[core.TransferID]*parts
