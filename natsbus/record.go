@@ -54,7 +54,7 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	return r, nil
 }
 
-// unreadableError is of an entry that no agent writes like this. The entry's owner overwrites it.
+// unreadableError is the error of an entry that no agent of this version can have written. The owner of the entry's key overwrites it.
 type unreadableError struct{ error }
 
 func (e *unreadableError) Unwrap() error { return e.error }
