@@ -64,7 +64,7 @@ type Device struct {
 
 	entered    sync.Mutex    // guards calls, and closed while it changes
 	calls      int           // short calls of the driver that are under way
-	left       chan struct{} // closed when the device is closed and none of them is left
+	left       chan struct{} // closed when the device is closed and no such call is under way
 	closed     atomic.Bool
 	failure    atomic.Pointer[error] // for good
 	flushes    chan struct{}         // holds one while a flush of a stuck device is under way
@@ -73,7 +73,7 @@ type Device struct {
 	closing    sync.Once
 	until      time.Time     // of Close, once it is closing
 	closeTimer *time.Timer   // see Closing
-	hasty      chan struct{} // tests only: closed when Close is to wait for the driver no longer
+	hasty      chan struct{} // tests only: closed when Close is not to wait for the driver any longer
 
 	closes   sync.Once
 	closeErr error // of Close, once that has ended

@@ -91,13 +91,14 @@ func (t *Transfer) checkPairs(j *job) error {
 	return nil
 }
 
-// once is each mapping once: runs go to and fro between a cache's allocations, and each piece is asked for at each batch.
+// once leaves each mapping only once in pieces. Runs go to and fro between a cache's allocations, and the driver is asked for each piece at
+// each batch.
 func once(pieces []driver.Piece) []driver.Piece {
 	slices.SortFunc(pieces, func(a, b driver.Piece) int { return cmp.Or(cmp.Compare(a.ID, b.ID), cmp.Compare(a.Block, b.Block)) })
 	return slices.CompactFunc(pieces, func(a, b driver.Piece) bool { return a.ID == b.ID && a.Block == b.Block })
 }
 
-// length is the number of bytes of runs, or the largest number if it cannot be told.
+// length is the number of bytes of runs; if it does not fit into a uint64, it is the largest uint64.
 func length(runs []Run) (bytes uint64) {
 	for _, r := range runs {
 		if bytes+r.Len < bytes {

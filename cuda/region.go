@@ -91,8 +91,8 @@ func (r *Region) now() ([]driver.Memory, []driver.Piece) {
 	return r.pieces, r.was
 }
 
-// Close forgets the region: the device copies from and to it no more, unless another region
-// lies in the same allocation. Its transfers were fenced before.
+// Close forgets the region. From then on the device copies from it and to it only if another region
+// lies in the same allocation. The caller has fenced the region's transfers before.
 func (r *Region) Close() {
 	d := r.d
 	d.mu.Lock()

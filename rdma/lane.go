@@ -85,8 +85,8 @@ type bundle struct {
 	whole bool // no lane will be added
 }
 
-// newBundle makes a bundle for so many lanes, each with depth requests at a time or as
-// many as the device takes. The queue must have room also when all requests fail.
+// newBundle makes a bundle for so many lanes. Each lane has depth requests at a time, or as
+// many as the device takes. The queue must have room even if all requests fail.
 func (t *Transport) newBundle(d *device, lanes, depth int, handle func(*lane, []verbs.Completion)) (*bundle, error) {
 	a := d.verbs.Attr()
 	depth = max(min(depth, a.MaxQPWR-laneExtra, a.MaxCQE/lanes-laneExtra), 2)
@@ -102,7 +102,7 @@ func (t *Transport) newBundle(d *device, lanes, depth int, handle func(*lane, []
 	return b, nil
 }
 
-// add makes a queue pair; seal must follow when all are added.
+// add makes a lane with its queue pair. When all lanes are added, the caller calls seal.
 func (b *bundle) add(id uint32, p *localPort, remote int, caps verbs.Caps) (*lane, error) {
 	qp, err := verbs.NewQP(p.dev.pd, b.cq, caps)
 	if err != nil {

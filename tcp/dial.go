@@ -69,7 +69,7 @@ func (r *receiver) openAgain(p *inPeer, number int, attempt uint64) {
 	}
 }
 
-// rests says that a stream is not dialled again; r.mu is held.
+// rests notes that D does not dial a stream again; r.mu is held.
 func (r *receiver) rests(slot *inSlot) {
 	slot.busy = false
 	r.busy--
@@ -86,7 +86,7 @@ func (p *inPeer) closeAll() {
 // redialAfter is the least time from one dial of a stream to the next.
 const redialAfter = time.Second
 
-// redialSoon is the same after a stream that has brought bytes: P waits for the next one.
+// redialSoon is the least time from the dial of a stream that has brought bytes to the next dial: P waits for the next stream.
 const redialSoon = 50 * time.Millisecond
 
 // maxTries is how often each stream to a peer is dialled while transfers wait and no
@@ -125,8 +125,8 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	return nil
 }
 
-// dialMissing starts the streams to a peer that are not there, or have ended. Until a
-// stream is replaced, P may think that it lives; r.mu is held.
+// dialMissing starts the streams to a peer that were not started yet, or have ended. Until a
+// stream is replaced, P may think that the old one lives; r.mu is held.
 func (r *receiver) dialMissing(p *inPeer) {
 	others := p.busy()
 	for n := range p.slots[:p.opens] {
@@ -155,8 +155,8 @@ func (r *receiver) forgetPeer(peer core.AgentID) {
 	}
 }
 
-// stream is the life of one connection to P, after a pause. While transfers wait for the
-// stream, the next connections are dialled too.
+// stream dials one connection to P, after a pause, and reads it until it ends. While transfers
+// wait for the stream, it also dials the connections that follow.
 func (r *receiver) stream(p *inPeer, n int, pause time.Duration) {
 	for r.t.pause(pause) {
 		began := time.Now()
@@ -193,8 +193,8 @@ func (r *receiver) stream(p *inPeer, n int, pause time.Duration) {
 	}
 }
 
-// broken says whether the connection ended, or was never made. Any other error is the
-// peer's doing: it knows no such ticket, or sends what no sender sends.
+// broken says whether an error means that the connection ended, or was never made. Any other error is the
+// peer's doing: the peer does not know the ticket, or sends what no sender sends.
 func broken(cause error) bool {
 	var network net.Error
 	var errno syscall.Errno

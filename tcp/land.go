@@ -94,9 +94,9 @@ func (in *inbound) isRevoked() bool {
 	return in.revoked
 }
 
-// land is one readv into the transfer's blocks, without a wait; false if they are not to
-// be written any more. The fence is held just for it, so Revoke waits for no more than
-// that. On P, put is its counterpart.
+// land makes one readv into the transfer's blocks, which does not wait. It returns false if the blocks may not be
+// written any more. It holds the fence for this readv only, so Revoke waits for no more than
+// one readv. On P, put is its counterpart.
 func (s *inStream) land(fd uintptr, in *inbound, cur *cursor, left uint64) (n uintptr, errno syscall.Errno, landed bool) {
 	if in == nil {
 		return 0, 0, false

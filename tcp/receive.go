@@ -26,7 +26,7 @@ type receiver struct {
 	// inbound by transfer, and by grant for the streams.
 	byID    map[core.TransferID]*inbound
 	byGrant map[random]*inbound
-	// telling holds the transfers whose outcome the sink is being told, or never will be.
+	// telling holds the transfers whose outcome somebody is telling the sink, or will never tell it.
 	telling map[core.TransferID]*outcome
 	peers   map[core.AgentID]*inPeer
 	// attempts counts the streams that were opened, to all peers, from the time of New on.
@@ -65,12 +65,13 @@ type inbound struct {
 	got   uint64
 	cuts  int // runs that streams have cut off its plan
 	first time.Time
-	since time.Duration // the peer's time under way then
-	stuck bool          // a device does not end a copy: it may land for ever, and so nobody hears of an end
+	since time.Duration // the peer's time under way at first
+	stuck bool          // a device does not end a copy, which may land at any time: so nobody hears of an end
 }
 
-// claims are the positions that a transfer's frames have claimed. A hostile P's frames may leave very many holes, which
-// costs time. So they have a lock of their own, for which no other transfer waits. It is taken without receiver.mu.
+// claims are the positions that a transfer's frames have claimed. The frames of a hostile P may leave very many holes, which
+// cost time. So the claims of each transfer have a lock of their own, for which no other transfer waits. It is taken without
+// receiver.mu.
 type claims struct {
 	mu    sync.Mutex
 	spans spans.List
@@ -82,14 +83,14 @@ func (p *inPeer) reads(frames int, now time.Time) {
 	p.moves.Run(p.reading > 0 || fault.On("stream-rest-counts"), now)
 }
 
-// took is how long bytes came from the peer since the transfer's first one. Those of other transfers count: this one may have been in
-// turn behind them. receiver.mu is held.
+// took is how long bytes have come from the peer since the transfer's first byte. Bytes of the peer's other transfers count too, since
+// this transfer may have waited for its turn behind them. receiver.mu is held.
 func (in *inbound) took() time.Duration { return in.peer.moves.Sum(time.Now()) - in.since }
 
-// mostSpans bounds the spans that are kept of a transfer's frames. A sender needs about
-// one span for each of its streams and for each place where a partial offer gives more,
-// which may be each region. If a stream is late and frames are small, it needs more: one
-// for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
+// mostSpans bounds the spans that D keeps of a transfer's frames. A sender needs about
+// one span for each of its streams, and one for each place where a partial offer gives more
+// bytes, which may be each region. If a stream is late and frames are small, a sender needs more: one
+// span for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
 func (in *inbound) mostSpans() int {
 	return int(min(max(minSpans, in.total>>12, uint64(in.pieces())), maxSpans))
 }
@@ -147,13 +148,13 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 		err = in.revoke()
 	}
 	if end != nil {
-		<-end.told // the sink returns at once; or the copies are waited for, which Close bounds
+		<-end.told // the sink returns at once; or fail waits for copies, and Close bounds that wait
 		err = cmp.Or(err, end.err)
 	}
 	return err
 }
 
-// revoke returns when no stream reads, or copies, into the runs any more, or with an error if Close waits for copies no longer.
+// revoke waits until no stream reads or copies into the runs any more. If Close gives the copies up before that, it returns an error.
 func (in *inbound) revoke() error {
 	in.block()
 	if !in.copies.wait() && !fault.On("tcp-revoke-unsure") {
@@ -210,14 +211,14 @@ func (r *receiver) fail(in *inbound, err error) {
 	if end == nil {
 		return
 	}
-	if end.err = in.revoke(); end.err != nil { // a Revoke hears of it, also later
+	if end.err = in.revoke(); end.err != nil { // Revoke returns this error, now or later
 		close(end.told)
 		return
 	}
 	r.tell(in, end, core.TransferStats{}, err)
 }
 
-// ends forgets a transfer. Just one caller gets the outcome, which it tells; nobody does when the transport is closed; r.mu is held.
+// ends forgets a transfer. Only one caller gets the outcome, and must tell it. If the transport is closed, no caller does. r.mu is held.
 func (r *receiver) ends(in *inbound) *outcome {
 	if r.closed || !r.forget(in) {
 		return nil
@@ -243,14 +244,14 @@ type inStream struct {
 	conn     *net.TCPConn
 	raw      syscall.RawConn
 	peer     *inPeer
-	received uint64 // bytes of frames; of a header all or none
+	received uint64 // bytes of frames; a header counts only when all of it has come
 	vec      []iovec
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
 	staging  staging
-	least    int       // bytes that make the socket readable; 0 is 1
-	window   []run     // of the plan of the transfer whose frame is read
-	cuts     int       // runs of it since the frame began
+	least    int       // how many bytes make the socket readable; 0 stands for 1
+	window   []run     // cut off the plan of the transfer whose frame is being read
+	cuts     int       // how many runs were cut off that plan since the frame began
 	sealed   *unsealer // nil: the stream is plain
 }
 

@@ -154,7 +154,7 @@ func (st *outStream) shutDown() {
 	st.end()
 }
 
-// abort ends a connection that has nothing worth sending any more.
+// abort ends a connection at once. What its socket still has to send is not needed any more.
 func (st *outStream) abort() {
 	_ = st.conn.SetLinger(0) // else the kernel would go on sending its buffer
 	st.conn.Close()

@@ -15,14 +15,14 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// window is the most slots that one stream has at a time. It waits for a slot only while it
+// window is the most slots that one stream has at a time. A stream waits for a slot only while it
 // has none, so that streams never wait for each other.
 const window = 4
 
-// A stream gives its slots back when its peer has not taken a slot's bytes within tenure, so that
-// a peer that takes none, or few, does not starve the others. The bytes are copied again when the
-// peer takes some. Until a frame has gone without that, the stream has one slot at a time, with
-// slowPart bytes at most. It takes it when its socket has room, and keeps it for one writev.
+// If a peer has not taken a slot's bytes within tenure, the stream gives its slots back, so that a peer
+// that takes no bytes, or few, does not starve the others. When the peer takes bytes again, they are
+// copied again. Until a whole frame has gone without that, the stream has one slot at a time, with
+// slowPart bytes at most. It takes this slot when its socket has room, and keeps it for one writev.
 const (
 	tenure   = 100 * time.Millisecond
 	slowPart = 64 << 10
@@ -38,7 +38,7 @@ type source struct {
 	ahead   []sourcePart
 	staged  int    // slots in ahead
 	done    uint64 // bytes of the frame that are written
-	slow    bool   // the peer is; see tenure
+	slow    bool   // the peer is slow; see tenure
 	yielded bool   // slots were given back in this frame
 	mayCopy bool   // a slot's copy may read for ever
 	runs    []Run
@@ -92,8 +92,8 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 	}
 }
 
-// until is when the peer must have taken the next part. The zero time: it may take as long as it
-// takes some bytes.
+// until is when the peer must have taken the next part. If it is zero, the peer has no limit as long
+// as it takes some bytes.
 func (c *source) until() time.Time {
 	switch {
 	case c.staged == 0 || fault.On("tcp-slot-kept"):
