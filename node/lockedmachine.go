@@ -266,8 +266,8 @@ func (m *lockedMachine) report(r core.Report) {
 	m.reports.Push(m.ended(r))
 }
 
-// take gives the actions that wait, and whether the machine must be told the time.
-// The caller performs them and then calls performed.
+// take returns the actions that wait. busy says that the machine must be told the time.
+// The caller performs the actions and then calls performed.
 func (m *lockedMachine) take(q *actionQueue) (list []core.Action, busy bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -282,15 +282,15 @@ func (m *lockedMachine) performed(q *actionQueue) {
 	q.performing = false
 }
 
-// idle: the machine holds nothing, and all that it wanted is done.
+// idle says whether the machine holds nothing, and all its actions are performed.
 func (m *lockedMachine) idle() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.inner == nil || !m.inner.Busy() && m.control.idle() && m.memory.idle()
 }
 
-// waitForReads returns a wait until the blocks of ids are not read; nil if none is read
-// now.
+// waitForReads returns a wait that ends when nothing reads the blocks of ids any more; nil if
+// nothing reads them now.
 func (m *lockedMachine) waitForReads(ids []core.TransferID) *readWait {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -306,18 +306,18 @@ func (m *lockedMachine) waitForReads(ids []core.TransferID) *readWait {
 	return w
 }
 
-// abandonRead ends a wait; it returns an id whose blocks are still read, if there is one.
+// abandonRead gives a wait up. If blocks are still read, it returns the id of one such transfer.
 func (m *lockedMachine) abandonRead(w *readWait) (id core.TransferID, read bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.reads = slices.DeleteFunc(m.reads, func(r *readWait) bool { return r == w })
-	if len(w.ids) == 0 { // just now
+	if len(w.ids) == 0 { // the wait has ended just now
 		return "", false
 	}
 	return w.ids[0], true
 }
 
-// checkReads wakes the calls whose blocks are read no more; the lock is held.
+// checkReads ends the waits whose blocks nothing reads any more; the lock is held.
 func (m *lockedMachine) checkReads() {
 	m.reads = slices.DeleteFunc(m.reads, func(w *readWait) bool {
 		w.ids = slices.DeleteFunc(w.ids, func(id core.TransferID) bool { return !m.inner.Reading(id) })

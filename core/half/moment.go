@@ -77,7 +77,7 @@ func (h *Set) momentFails(now time.Time, at core.Moment, how string) {
 		func(ld *load) { h.endLoad(now, ld, end(ld.id, "decode"), true) })
 }
 
-// awaitedBy takes a moment out, and has each half that waits for it go on.
+// awaitedBy removes a moment, and calls offer or load for each half that waits for it.
 func (h *Set) awaitedBy(now time.Time, at core.Moment, offer func(*Offer), load func(*load)) {
 	w := h.moments[at]
 	if w == nil {
