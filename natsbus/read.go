@@ -28,7 +28,7 @@ const (
 // nobody answers.
 func (l *link) read(ctx context.Context, key string) (record, error) {
 	var err error
-	for range 2 { // the stream may have been made between the two questions
+	for range 2 { // the stream may have been made between the two queries
 		var m *nats.Msg
 		if m, err = l.nc.RequestWithContext(ctx, l.bus.opt.JSPrefix+".DIRECT.GET."+stream+"."+key, nil); err == nil {
 			return directRecord(m, key)

@@ -215,7 +215,7 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	return reply
 }
 
-// accountOf is the account under which the places of a requester count that asks over a link. In a cluster it is the nkey with which the
+// accountOf is the account of an agent that asks over a link: its places count under that. In a cluster it is the nkey with which the
 // requester's id begins. Agents without an nkey share one account, since it costs nothing to make many of them. If this agent is a rank
 // at another's server, all who ask it share one account, since that server does not say where they come from. If the link is to the
 // port of another agent's server, all who ask over it count under that server.

@@ -229,7 +229,7 @@ func (i *Identity) accept(from core.AgentID, open []byte, number uint64) (*sealS
 	return s, opened, nil
 }
 
-// finish is the requester's second half.
+// finish is the second half of the requester's exchange: it takes the responder's answer to open.
 func (o *opening) finish(opened []byte) (*sealSession, error) {
 	public, dh, rest := keysOf(opened)
 	said, signature := opened[sealStart:len(opened)-ed25519.SignatureSize], rest[8:]

@@ -177,7 +177,7 @@ func (g *joinedRanks) admit(a *wire.Agent) error {
 	return nil
 }
 
-// beside says why an agent cannot be a rank beside this agent, which is one itself.
+// beside says why an agent cannot be a rank of the same prefill engine as this agent. It is called if this agent is such a rank itself.
 func (g *joinedRanks) beside(a *wire.Agent) error {
 	c := g.cfg
 	switch {

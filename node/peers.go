@@ -76,7 +76,7 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	return p
 }
 
-// with calls f if a peer is known. That does not count as a use of the peer.
+// with calls f if a peer is known. A call of with does not count as a use of the peer.
 func (t *peerTable) with(id core.AgentID, f func(p *peer)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -23,17 +23,17 @@ const maxDPSize = 65536
 // maxInfo bounds what is read of a server's word on its model and its role.
 const maxInfo = 1 << 20
 
-// otherRole is why a server is not used in the role in which it is given.
+// otherRole is the reason not to use a server in the role in which it is given.
 type otherRole struct{ has, given string }
 
 func (e *otherRole) Error() string {
 	return fmt.Sprintf("its disaggregation_mode is %s, but it is given as a %s server", e.has, e.given)
 }
 
-// probeSGLang asks whether an SGLang server is up in its role, and once for its ranks. An idle engine
-// computes a token for /health, and a busy one answers with its next token, which a long
-// prompt holds up. So /health is asked only until the server is up. From then on it is
-// enough that the server answers.
+// probeSGLang asks whether an SGLang server is up in its role, and once for its ranks. For /health an idle engine
+// computes a token, and a busy one answers with its next token, which a long
+// prompt holds up. So the router asks for /health only until the server is up. From then on the server
+// counts as up as long as it answers the question for its role.
 func (p *Proxy) probeSGLang(ctx context.Context, s *server) (ranks []rank, role string, err error) {
 	question := s.roleProbe.begin()
 	if role, err = p.roleOf(ctx, s); err != nil {

@@ -132,7 +132,7 @@ func (p *Proxy) ask(ctx context.Context, s *server) error {
 	return err
 }
 
-// noteUp has a server chosen again, in no more than one role.
+// noteUp notes that a server is up, so that it is chosen again. If it is given in both roles, it is chosen in this one only.
 func (p *Proxy) noteUp(s *server, ranks []rank) {
 	wasUp, changed := s.setUp(ranks)
 	if !wasUp && s.other != nil {

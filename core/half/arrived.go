@@ -61,9 +61,9 @@ func (t *Tombstone) Answer(name string, peer core.AgentID) (core.Code, string) {
 	return t.Code.AtPeer(), t.Reason
 }
 
-// knows says whether a load needs no more than an answer: the transfer is another agent's,
-// or the same message came twice. A load of a D that starts over, since its first load got
-// no answer, needs more.
+// knows says whether P need only answer a load, because the transfer is another agent's, or the
+// same message came twice. If D starts over because its first load got no answer, an answer
+// alone is not enough.
 func (h *Set) knows(of *Offer, l *core.LoadMessage) (known bool, code core.Code, reason string) {
 	switch {
 	case of.peer != "" && of.peer != l.Peer &&

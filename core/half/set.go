@@ -165,10 +165,10 @@ func (h *Set) IDs(of core.Side) iter.Seq[ID] {
 	return maps.Keys(h.offers)
 }
 
-// name is what a text calls a half's transfer: as the engine does.
+// name is the name of a half's transfer in texts: the one that the engine uses.
 func (h *Set) name(id ID) string { return string(h.above.Name(id)) }
 
-// begin is called before a half is added: while there is none, perhaps nobody ticks.
+// begin is called before a half is added. If there is none yet, the machine may have got no Tick for long, so its time begins now.
 func (h *Set) begin(now time.Time) {
 	if h.Len() == 0 {
 		h.awake = now
