@@ -88,7 +88,7 @@ func (g *gates) take() (*gate, uint64, error) {
 	return one, g.last, nil
 }
 
-// close takes the number away, and has the kernel refuse each call that begins with this gate.
+// close takes the gate's number away, and has the kernel refuse each call of D's that begins with this gate.
 func (g *gates) close(one *gate) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -96,7 +96,7 @@ func (g *gates) close(one *gate) {
 		return
 	}
 	atomic.StoreUint64(one.word(), 0)
-	one.closed = one.protect(unix.PROT_NONE) == nil // else the kernel has no room for one more mapping
+	one.closed = one.protect(unix.PROT_NONE) == nil // false if the kernel has no room for one more mapping
 }
 
 func (one *gate) protect(prot int) error {
@@ -104,7 +104,7 @@ func (one *gate) protect(prot int) error {
 	return unix.Mprotect(one.area.mem[from:from+os.Getpagesize()], prot)
 }
 
-// give takes a gate back that D reads no more.
+// give takes back a gate that D does not read any more.
 func (g *gates) give(one *gate) {
 	if one == nil {
 		return
@@ -123,9 +123,9 @@ func (g *gates) give(one *gate) {
 	g.free = append(g.free, one)
 }
 
-// lose leaves a gate closed, since D has not said that it reads no more. If too many are lost, the
-// gate is given back nevertheless: D throws away a copy that it begins late, since the number is
-// another then, and since P does not call it kept.
+// lose leaves a gate closed, because D has not said that it does not read it any more. If too many gates are
+// lost, lose gives this one back nevertheless. If D then begins a copy late, D throws the copy away, since it
+// finds another number, or since P does not say that it has kept the blocks.
 func (g *gates) lose(one *gate) {
 	if one == nil {
 		return
@@ -143,7 +143,7 @@ func (g *gates) lose(one *gate) {
 	}
 }
 
-// freeAll gives the memory back. What follows at the addresses of a lost gate could be read.
+// freeAll gives the memory back, except for areas with a lost gate: D could read what would lie at that gate's address next.
 func (g *gates) freeAll() {
 	g.mu.Lock()
 	defer g.mu.Unlock()

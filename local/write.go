@@ -286,7 +286,7 @@ func (s *sender) speak(ol *outLink, b []byte) []byte {
 	return b
 }
 
-// cut takes at most so many runs of what is to be said, which lie in one space; s.mu is held.
+// cut takes the next runs that P is to say to D: at most so many, and all in one space; s.mu is held.
 func (s *sender) cut(ol *outLink, out *outbound, most int) (p piece) {
 	if len(out.todo) == 0 {
 		if s.pairs == nil {

@@ -312,7 +312,7 @@ func (l *lane) ping() {
 	}
 }
 
-// verbsRoute is a route with all that a queue pair on p must know.
+// verbsRoute turns a route into the verbs.Route of a queue pair on port p.
 func (t *Transport) verbsRoute(p *localPort, to route, mtu int, qpn, psn, own uint32) *verbs.Route {
 	c := &t.cfg
 	return &verbs.Route{

@@ -110,7 +110,7 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []kv.Segmen
 	return r.arm(id, peer, total, len(dst), r.t.gpusOf(dst))
 }
 
-// arm lets P write so many bytes. Where they land P says, within the regions whose keys it has.
+// arm lets P write so many bytes. P itself says where they land, within the regions whose keys it has.
 func (r *receiver) arm(id core.TransferID, peer core.AgentID, total uint64, segments int, gpus gpuSet) ([]byte, error) {
 	e := &expect{id: id, segments: segments, gpus: gpus, fenced: make(chan struct{}), told: make(chan struct{})}
 	err := r.t.forgotten()

@@ -24,7 +24,7 @@ type source struct {
 	gone       bool // dismissed
 	ticket     []byte
 	secret     []byte // signs the grants for this P
-	renewed    bool   // it is not the first one, since the memory is another
+	renewed    bool   // the secret is not the first one, since the memory has changed
 	lanes      map[uint32]*lane
 	dying      map[uint32]*lane   // in error, until their last completions were counted
 	connecting int                // lanes that are being made
@@ -38,7 +38,7 @@ type source struct {
 	owed       bool               // if P becomes unreachable the sink must be told, since P was reached or is asked for
 	requesting bool               // a goroutine says hello to P
 	tooEarly   bool               // when P last asked for keys, the memory was not registered
-	requestAt  time.Time          // after P could not be reached, no hello before this time
+	requestAt  time.Time          // D says no hello before this time, since it could not reach P
 	backoff    time.Duration
 
 	draining []*expect // revoked: P must hear of it

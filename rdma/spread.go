@@ -175,7 +175,7 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, memory kv.Memory, now time.T
 			byPath[i] = 1
 		}
 	}
-	if byPath == nil { // all paths are paused, and yet lanes are open: all paths count the same
+	if byPath == nil { // all paths are paused, but lanes are open: all paths get the same weight
 		byPath = make([]float64, len(paths))
 		for i := range byPath {
 			byPath[i] = 1
@@ -270,7 +270,7 @@ func (cn *conn) pump(l *lane) {
 		j.w.flight += n
 		cn.t.posted(cn.chain[:n])
 		if _, err := l.qp.Post(cn.chain[:n], cn.pieces[:pieces]); err != nil {
-			j.filled = done // a part of the chain may be on its way, the mark too
+			j.filled = done // a part of the chain may be on its way, perhaps with the mark
 			cn.breakLane(l, fmt.Errorf("rdma: %s: %w", l.port.name, err))
 			return
 		}

@@ -1,8 +1,8 @@
 """Prefill: partial offers, which send the computed part of a prompt while the rest is being computed.
 
-Before each step the scheduler knows which blocks of a request hold computed tokens, and which will when the step is done.
-The worker tells the agent, for each layer as it is written. A request that is preempted or given up loses its blocks at
-once, so its partial offers are withdrawn before the next step can overwrite the blocks.
+Before each step the scheduler knows which blocks of a request hold computed tokens, and which blocks will hold some when the
+step is done. The worker tells the agent so, for each layer when the layer is written. A request that is preempted or given up
+loses its blocks at once, so its partial offers are withdrawn before the next step can overwrite the blocks.
 
 While vLLM computes a prompt it gives back a window's blocks, except those that the prompt's last token attends to. A
 decode engine can use only these. Their first position is known before the prompt is begun: the partial offers of such a
