@@ -107,7 +107,7 @@ type writing struct {
 	deny context.CancelCauseFunc
 }
 
-// failed hears an error of the link; the link's mu is held.
+// failed is called with an error of the link. If the server has denied this write, it ends the write; the link's mu is held.
 func (w *writing) failed(err error) {
 	if w != nil && errors.Is(err, nats.ErrPermissionViolation) && strings.Contains(err.Error(), strconv.Quote(w.key)) {
 		w.deny(&deniedError{err})

@@ -35,8 +35,8 @@ func legalID(id string) bool {
 
 const maxAgentID = 64
 
-// subject is where an agent hears another. It names both: a client may send only to
-// subjects that end with the id that it has proved.
+// subject is the subject at which one agent hears another. It names both of them: a client may
+// publish only to subjects that end with the id that it has proved.
 func subject(to, from core.AgentID) string {
 	if to == hostID {
 		return joinRoot + string(from)
@@ -44,8 +44,8 @@ func subject(to, from core.AgentID) string {
 	return agentRoot + tokens(to) + "." + tokens(from)
 }
 
-// tokens writes an id into a subject. The id of an agent that has an nkey in a cluster is
-// two tokens: the key, to which the cluster's permissions can hold it, and the agent.
+// tokens writes an id as it stands in a subject. If an agent has an nkey in a cluster, its id is two
+// tokens: the nkey, to which the cluster's permissions can restrict a user, and the agent.
 func tokens(id core.AgentID) string { return strings.Replace(string(id), keyMark, ".", 1) }
 
 // keyMark stands between the two.

@@ -69,8 +69,8 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 	}
 }
 
-// serve answers a request, and others that come soon: a new goroutine's stack would grow anew for
-// each.
+// serve answers a request, and further ones that come soon, since the stack of a new goroutine would grow anew
+// for each request.
 func (b *Bus) serve(v inboundRequest) {
 	idle := time.NewTimer(handlerIdle)
 	defer idle.Stop()

@@ -19,10 +19,10 @@ const deregisterTime = time.Second
 
 // Close ends every transfer (each gets its report, with code closed), waits
 // until no byte can land any more, and withdraws the agent. It is bounded by
-// close_timeout_s, and a few seconds more if the embedded server does not stop, or
-// if a transport does not end: a peer is not heard, or the kernel or a driver does not answer.
+// close_timeout_s. It may take a few seconds more if the embedded server does not stop, or if a transport
+// does not end because a peer, the kernel or a driver does not answer.
 // If bytes may land all the same, the error wraps core.ErrMayLand and says in which regions, as far as a transport
-// knows, and those transfers get no report: bytes may land in their blocks until the process ends.
+// knows. Then the transfers of these bytes get no report: bytes may land in their blocks until the process ends.
 // A second call waits for the first one and returns ErrClosed.
 func (a *Agent) Close() error {
 	if !a.machine.close() {

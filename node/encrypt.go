@@ -92,8 +92,8 @@ func (c *Config) confidential(transport string) error {
 	return nil
 }
 
-// encrypts says whether tcp's streams with a peer are encrypted, from what both engines say,
-// or why the two refuse each other.
+// encrypts says, by what both engines want, whether tcp's streams with a peer are encrypted. If the two
+// contradict each other, the error says why they cannot use tcp.
 func (c *Config) encrypts(theirs wire.Endpoint, side, engine, otherSide, other string) (bool, error) {
 	mine := c.encryptWord()
 	says := fmt.Sprintf("says %q", theirs.Encrypt)

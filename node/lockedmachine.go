@@ -81,7 +81,7 @@ func (q *actionQueue) signal() {
 
 func (q *actionQueue) idle() bool { return len(q.list) == 0 && !q.performing }
 
-// readWait is a call that waits until blocks are read no more.
+// readWait is the wait of a call until nothing reads blocks any more.
 type readWait struct {
 	ids  []core.TransferID // whose blocks may be read
 	done chan struct{}

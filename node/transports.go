@@ -209,7 +209,7 @@ func (t *transports) connectionLost(peer core.AgentID, name string) (all bool) {
 	t.mu.Unlock()
 	return !slices.ContainsFunc(others, func(w core.Transport) bool {
 		err := usableNow(w, peer)
-		return err == nil || errors.Is(err, errPending) // which is told on its own, if it fails
+		return err == nil || errors.Is(err, errPending) // if a pending setup fails, the transport tells that by itself
 	})
 }
 

@@ -57,8 +57,9 @@ func (p *Proxy) look(ctx context.Context, s *server) time.Duration {
 	return p.cfg.RetryInterval
 }
 
-// askAgain asks a server between its probes, for a request that waits, and reports whether the choice may be another one by now. All
-// requests that wait for one server ask once together. If it was silent, nobody asks for RetryInterval: else each request would wait.
+// askAgain asks a server between its probes, for a request that waits, and reports whether the router might now choose another server.
+// All requests that wait for one server ask once together. If the server was silent, nobody asks it again within RetryInterval, since
+// each request would wait for that.
 func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
 	if _, up, _, _ := s.state(); up { // it is asked for what it has become since, and a question from before does not tell that
 		ctx, cancel := context.WithTimeout(ctx, p.askTimeout)

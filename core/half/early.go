@@ -104,7 +104,7 @@ func (h *Set) giveWay(now time.Time, s *stake) {
 	}
 }
 
-// cameEarly counts an early offer: at the place of its transfer, nil if it is the first of it.
+// cameEarly counts an early offer. at is the place of its transfer; nil if this is the transfer's first offer.
 func (h *Set) cameEarly(of *Offer, at *earlyPlace, who Party) *earlyPlace {
 	if at == nil {
 		at = &earlyPlace{who: who, offers: h.earlyOf.add(who, of.id, 1)}

@@ -33,8 +33,8 @@ func (s loadState) String() string {
 // lookedUp says whether the load waits for Resolved.
 func (s loadState) lookedUp() bool { return s == loadResolving || s == loadRelocating }
 
-// armed says whether the transport may put bytes into the blocks: it was asked to, and
-// nothing has ended that.
+// armed says whether the transport may put bytes into the blocks, since the machine has wanted
+// Expect and has not wanted Revoke yet.
 func (s loadState) armed() bool {
 	return s == loadExpecting || s == loadRequesting || s == loadWaiting
 }
@@ -57,7 +57,7 @@ type load struct {
 	stats   core.TransferStats
 }
 
-// loadTo is one row of the table: the load's next state, and what is to be done.
+// loadTo performs one row of the table: it sets the load's next state, and wants the row's actions.
 func (h *Set) loadTo(ld *load, next loadState, does ...core.Action) {
 	switch loadNone {
 	case next:

@@ -67,8 +67,8 @@ func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 	p.asking = false // again with the next tick
 	switch {
 	case e.Absent:
-		// Nobody must have listened for the time in which D's link comes back, with much to spare. It is counted in ticks,
-		// since nobody can connect to a process that does not run. The first was asked between two ticks.
+		// D counts as gone only if nobody has listened for much longer than D's link needs to come back. This time is counted
+		// in ticks, since nobody can connect to a process that does not run. P has asked for the first time between two ticks.
 		within := h.opt.PeerTimeout / 3
 		if e.Away || fault.On("gone-late") {
 			within = h.patience()
@@ -94,7 +94,7 @@ func (h *Set) endGone(now time.Time) {
 		}
 		for ; len(p.rest) > 0; p.rest = p.rest[1:] {
 			of := p.rest[0]
-			if h.offers[of.id] != of || of.peer != id { // it has ended meanwhile, or waits for another agent
+			if h.offers[of.id] != of || of.peer != id { // the offer has ended meanwhile, or waits for another agent
 				continue
 			}
 			if h.enough() {

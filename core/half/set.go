@@ -215,7 +215,8 @@ func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer 
 	}
 }
 
-// turns are what is due, each settled after its turn. One's turn may end another, or have it due no more. nil: all are due.
+// turns yields, one after the other, those of all for which due is true, and settles the outcomes after each. If the turn of one
+// ends another one, or makes due false for it, that one gets no turn. If due is nil, all get a turn.
 func turns[K cmp.Ordered, T any](h *Set, now time.Time, all map[K]T, due func(T) bool) iter.Seq[T] {
 	return func(yield func(T) bool) {
 		var ids []K
