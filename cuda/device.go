@@ -95,8 +95,8 @@ type Device struct {
 
 	preparePeer    sync.Once
 	preparePeerErr error
-	peers          []*Peer                   // that have something opened; mu guards it
-	foreign        atomic.Pointer[[]mapping] // what they have opened
+	peers          []*Peer                   // the peers that have memory open; mu guards this
+	foreign        atomic.Pointer[[]mapping] // the memory that they have open
 }
 
 // Open gives a handle on the device of that number (CUDA_VISIBLE_DEVICES changes the numbers).

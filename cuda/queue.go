@@ -91,7 +91,7 @@ func (q *queue) look() {
 	q.watch.Reset(q.d.o.StallTimeout / 2)
 }
 
-// end takes back what the driver does not have. The copies that the driver has end by their
+// end takes back the copies that the driver does not have. The copies that the driver has end by their
 // events or, if those do not come, with err.
 func (q *queue) end(err error) {
 	q.mu.Lock()
@@ -323,7 +323,7 @@ func (q *queue) wait() {
 }
 
 func (j *job) tell() {
-	defer safe.Recover("cuda done") // else no other Done would be called any more
+	defer safe.Recover("cuda done") // a Done that panics must not keep the others from being called
 	j.Done(j.t.wrap(j.err))
 }
 

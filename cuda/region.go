@@ -99,7 +99,7 @@ func (r *Region) Close() {
 	defer d.mu.Unlock()
 	if i := slices.Index(d.regions, r); i >= 0 {
 		d.regions = slices.Delete(d.regions, i, i+1)
-		u, _ := unionOf(d.regions, piecesOf(d.regions)) // fewer regions overlap no more than before
+		u, _ := unionOf(d.regions, piecesOf(d.regions)) // no error: without a region no further mappings overlap
 		d.setMappings(u)
 	}
 }

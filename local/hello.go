@@ -21,9 +21,9 @@ import (
 //	D: answer   which of them D has opened, and why not the others
 //	P: verdict  the socket is D's, or what D has opened will not do
 //
-// The proofs are of all that was said on the socket, so none is worth anything on another one.
-// Somebody who listens at a dead agent's name has no proof, and hears none before it gives one. If
-// the kernel does not let D read, D claims that instead; P may then let this one process read, and
+// A proof covers all that was said on the socket, so it is of no use on another socket.
+// If somebody else listens at a dead agent's name, he cannot give a proof, and D gives none before it has P's. If
+// the kernel does not let D read, D claims that instead. Then P may let this one process read, and
 // D tries once more. If all of P's regions are in memories that D may open, D need not read P's process.
 
 // random is 128 random bits: a ticket, a grant, a nonce.

@@ -347,7 +347,7 @@ func (t *Transport) after(d time.Duration, name string, f func()) *delayed {
 	return w
 }
 
-// stop may be called for none, and again.
+// stop ends the wait. It may be called on a nil *delayed, and again.
 func (w *delayed) stop() {
 	if w == nil {
 		return

@@ -14,13 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Memory of P's may be such that another process can open it: then D needs no leave to read P's
-// process. After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
+// If another process can open some of P's memory, D needs no leave to read P's process for that memory.
+// After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
 // D opens all memories of one space in one way, and a frame names the space that its runs lie in.
 // Addresses in runs stay those of P's process. D answers for each memory whether it has opened it.
-// What it has not opened belongs to processMemory, if D may read that and P allows it.
+// Memory that D has not opened belongs to processMemory, if D may read P's process and P allows it.
 
-// memoryKind is the way in which a memory is opened.
+// memoryKind is the way in which D opens a memory.
 type memoryKind uint32
 
 // memoryFile is a memory file of the kernel (memfd_create), whose descriptor comes with it. Its handle is the
@@ -88,7 +88,7 @@ func sayMemories(conn *net.UnixConn, list []memory) error {
 	return nil
 }
 
-// say is one message, so that the descriptor comes with the first byte.
+// say sends D a memory, in one message, so that the descriptor comes with the first byte.
 func (m *memory) say(conn *net.UnixConn) error {
 	var rights []byte
 	if m.open != nil {

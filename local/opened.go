@@ -29,12 +29,12 @@ type opened struct {
 	peers []*cuda.Peer // by this process's devices
 }
 
-// opens makes one of nothing.
+// opens makes an opened that has nothing open yet.
 func (t *Transport) opens(p prefill) (reach, error) {
 	if !t.places.any() {
 		return nil, errors.New("it lies on a GPU, and no region of this agent does, so that this process starts no CUDA driver")
 	}
-	namespace, _ := strconv.ParseUint(p.pids, 10, 64) // what P says of itself counts for an error's text alone
+	namespace, _ := strconv.ParseUint(p.pids, 10, 64) // P says this of itself: it is used only in texts of errors
 	o := &opened{t: t}
 	for _, d := range t.places.devices {
 		o.peers = append(o.peers, d.Peer("prefill agent "+string(p.id), cuda.Process{ID: p.pid, Namespace: namespace}))
@@ -42,7 +42,7 @@ func (t *Transport) opens(p prefill) (reach, error) {
 	return o, nil
 }
 
-// lacks is memory that P cannot share.
+// lacks is the reach of memory that P cannot share: D can open none of it.
 type lacks struct{}
 
 func (lacks) open(m *memory, _ *os.File) error {

@@ -118,7 +118,7 @@ func (t *Transport) Extend(op core.WriteOp) {
 	}
 }
 
-// give takes more of a write.
+// give adds bytes to a write.
 func (out *outbound) give(l *kv.Layout, op *core.WriteOp) error {
 	if op.Plan != nil {
 		list := stretchesOf(op.Plan)
@@ -176,8 +176,9 @@ func (t *Transport) Stop(id core.TransferID) {
 	link.flush()
 }
 
-// halt gives a write up. If D has not heard of it, it has ended: the caller must tell. Else the
-// gate is closed, and D's word that it copies no more ends it, or the grace; s.mu is held.
+// halt gives a write up. If D has not heard of the write, the write has ended, and the caller must tell
+// its outcome. Else halt closes the gate, and the write ends with D's word that it copies no more, or after the
+// grace; s.mu is held.
 func (s *sender) halt(out *outbound, err error) (ended bool) {
 	if out.halted {
 		return false

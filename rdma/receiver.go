@@ -196,8 +196,8 @@ func (src *source) fenced(e *expect) {
 	r.free = append(r.free, e.grant.slot)
 }
 
-// tell tells the outcome of an expect that was taken, unless the agent is closed. If bytes may land for ever, only a Revoke hears of it,
-// also later.
+// tell tells the outcome of an expect that was taken, unless the agent is closed. If bytes may land at any time, tell tells nothing: only
+// Revoke returns that error, now or later.
 func (e *expect) tell(err error) {
 	r := e.src.r
 	if e.lands == nil && errors.Is(err, core.ErrMayLand) {

@@ -339,7 +339,7 @@ func (cn *conn) completed(l *lane, list []verbs.Completion) {
 	cn.update(func(cn *conn) { cn.took(l, list, time.Now()) })
 }
 
-// took does the work of completed; cn.mu is held.
+// took is completed for callers that hold cn.mu.
 func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 	for i := range list {
 		c := &list[i]

@@ -355,7 +355,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	return out, headerSize + h.length
 }
 
-// frame begins a stream's vector, with a header before what is in it.
+// frame puts a frame's header into a stream's vector, before the bytes that are in it.
 func (st *outStream) frame(h *header) {
 	h.encode(&st.hdr)
 	if h.kind != frameData {

@@ -110,7 +110,7 @@ func (c *source) begins(w *frameWriter) {
 	c.rewind()
 }
 
-// rewind begins with the bytes that are not written.
+// rewind begins anew with the bytes of the frame that are not written yet.
 func (c *source) rewind() {
 	c.store = append(c.store[:0], c.frame...)
 	c.rest = drop(c.store, uintptr(c.done))
@@ -152,9 +152,9 @@ func (c *source) next() (*sourcePart, error) {
 	return p, nil
 }
 
-// begin takes a part off the frame; nil if the part has no slot and parts before it come first.
-// The first slot is there before the frame's header is written, so that a frame that gets no
-// slot is taken back.
+// begin takes a part off the frame. If the part gets no slot, and parts before it must be written first, it returns nil.
+// A frame has its first slot before its header is written. So if it gets no slot, the whole frame can be
+// taken back.
 func (c *source) begin() (*sourcePart, error) {
 	d := &c.w.s.t.devices
 	device, n, bytes := d.alike(c.rest, ^uint64(0))
@@ -235,9 +235,9 @@ func (c *source) wait(device int) (Slot, error) {
 	return nil, t.noSlot(err)
 }
 
-// ready waits until the socket has room. If the socket had room and took no bytes, that is looked at
-// again only after an event, or a step that counts as one without progress. It ends when the transfer is given up and nothing of
-// the frame is written (begun: something is).
+// ready waits until the socket has room. If the socket had room and took no bytes, ready looks again only after an event, or after
+// a step, which counts as one without progress. begun says that a part of the frame is written. If nothing is written, and the
+// transfer is given up, ready ends.
 func (w *frameWriter) ready(begun bool) error {
 	for {
 		_, errno, err := w.attempt(true, func(fd uintptr) (uintptr, syscall.Errno) {
