@@ -204,8 +204,8 @@ func (d *Device) updateForeign() {
 	d.foreign.Store(&all)
 }
 
-// here are runs of the peer's memory by the addresses that they have here, and what lies there. A run over several allocations becomes
-// several.
+// here translates runs of the peer's memory to the addresses that they have in this process, and returns what lies there. A run that
+// lies in several allocations becomes several runs.
 func (p *Peer) here(runs []Run) (all []Run, pieces []driver.Piece, err error) {
 	d := p.d
 	d.mu.Lock()

@@ -293,7 +293,7 @@ func (q *queue) wait() {
 		err := q.drv.Copied(b.event)
 		if err != nil {
 			q.d.suspect(err)
-			if !isSticky(err) { // whether the copies have ended is not known, and never will be
+			if !isSticky(err) { // nobody knows whether the copies have ended, and nobody ever will
 				q.d.stall(err)
 				q.mu.Lock()
 				return

@@ -88,8 +88,8 @@ func (g *authenticator) addUser(c client) (connect string, leave func(), err err
 	}, nil
 }
 
-// accountOf is whom an agent's places count under: its nkey if it has proved one, else the address that it comes from. An agent
-// that has gone has the account of all that have.
+// accountOf is the account that an agent's places count under: its nkey if it has proved one, else the address that it comes from. All
+// agents that have gone share one account.
 func (g *authenticator) accountOf(id core.AgentID) core.Account {
 	g.mu.Lock()
 	defer g.mu.Unlock()

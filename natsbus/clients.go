@@ -54,10 +54,10 @@ type clients struct {
 	closed        bool
 	conns         map[*clientConn]struct{}
 	n             uint64
-	authenticated int            // connections of conns that were let in
-	held          quota.Counts   // the places of those, by address
-	waiting       quota.Counts   // of the others
-	wg            sync.WaitGroup // of all that were admitted
+	authenticated int            // how many connections of conns were let in
+	held          quota.Counts   // the places of these connections, by address
+	waiting       quota.Counts   // the places of the other connections, by address
+	wg            sync.WaitGroup // of all connections that were admitted
 	now           func() time.Time
 }
 

@@ -255,7 +255,7 @@ func (b *Bus) answer(v *inboundRequest, r *wire.Reply) {
 		return
 	}
 	if _, ok := l.current(); !ok {
-		return // the broken connection has told the peer
+		return // the connection is broken, and so the peer knows that no answer comes
 	}
 	if limit := l.nc.MaxPayload(); int64(len(data)+added) > limit {
 		data, _ = refuse("the reply has %d bytes, the server takes %d", len(data)+added, limit).MarshalMsg(start)

@@ -212,7 +212,7 @@ func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.Agent
 
 var errFault = errors.New("a fault while opening a session, see the log")
 
-// openAgain is after how long another open is sent: the first, or its answer, may be lost.
+// openAgain is how long a requester waits before it sends another open, since the first one, or its answer, may be lost.
 const openAgain = time.Second
 
 // openSession makes an attempt to open a session. It sends one open after the other, and takes the answer to any of them.

@@ -25,7 +25,7 @@ type encrypting interface {
 	AdmitSealed(peer core.AgentID) (ticket []byte, err error)
 }
 
-// secured: somebody has said who may get in, and so that the network is not trusted.
+// secured says whether the configuration restricts who may get in, which means that its author does not trust the network.
 func (c *Config) secured() bool {
 	return c.NATSToken != "" || c.NATSTokenFile != "" || c.NATSNKeySeedFile != "" || len(c.NATSNKeys) > 0 ||
 		c.TLSCertFile != "" || c.TLSCAFile != "" || c.clusterTLS()

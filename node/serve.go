@@ -29,7 +29,7 @@ type server struct {
 	signals  *signalling
 	joined   *joinedRanks                          // nil where no other rank can join
 	lifetime context.Context                       // ends with the agent
-	queues   struct{ hellos, joins ratelog.Limit } // about those that are refused: each may ask as often as it likes
+	queues   struct{ hellos, joins ratelog.Limit } // bound the log's lines on refused agents, which may ask as often as they like
 }
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {

@@ -16,7 +16,7 @@ import (
 // marksDepth is how many marks a lane takes before D has looked at them.
 const marksDepth = 512
 
-// accepted is what came of an offer.
+// accepted is D's result for one offer of a lane: the lane, or why there is none.
 type accepted struct {
 	lane *lane
 	err  error

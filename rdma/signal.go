@@ -130,7 +130,7 @@ type reply struct {
 	Lanes   []laneAnswer `msg:"l,omitempty,limit=256"`   // of signalConnect
 	Arrived []uint64     `msg:"a,omitempty,limit=65536"` // of signalLost, per Seq: bit i = stripe i is here
 	Busy    bool         `msg:"b,omitempty"`             // of signalLost: ask again, the lanes still end
-	Pending []uint64     `msg:"w,omitempty,limit=65536"` // of signalDrain: signalDrained will follow for these
+	Pending []uint64     `msg:"w,omitempty,limit=65536"` // of signalDrain: for these grants P will send signalDrained
 }
 
 func decodeSignal(b []byte) (*signal, error) {

@@ -12,8 +12,8 @@ import (
 // maxStripes is the most stripes of a transfer: an immediate has 6 bits for the index.
 const maxStripes = 64
 
-// cutAlign is the size of which a range's beginning within a pair is a multiple: so pages, and packets of
-// any MTU, stay whole.
+// cutAlign divides the position at which a range begins within a pair: so pages, and packets of any MTU,
+// stay whole.
 const cutAlign = 4096
 
 // stripeRange is a contiguous range of the bytes that a write is given at a time. One stripe of the write

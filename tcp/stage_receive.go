@@ -18,9 +18,9 @@ import (
 // holds no slot. So Revoke waits for copies only, and a slow peer holds no slot.
 type staging struct {
 	slots []stagedSlot
-	spare [][]Run // of slots that have landed
+	spare [][]Run // the runs of slots that have landed, to use again
 	ready Slot    // for the next bytes
-	wants int     // nothing can be read before there is a slot: the device's number and 1
+	wants int     // if not 0, nothing can be read before the stream has a slot; it is the device's number plus 1
 }
 
 // stagedSlot is a slot whose bytes are being copied to these runs.
