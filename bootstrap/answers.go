@@ -8,8 +8,8 @@ import (
 	"weak"
 )
 
-// maxReading bounds the bytes of the answers of GET /query that clients are reading. The longest
-// answer has 7.5 MiB, of which a table makes one for each of its changes.
+// maxReading bounds the bytes of the answers of GET /query that clients are reading. A table makes
+// one answer for each of its changes; the longest has 7.5 MiB.
 const maxReading = 32 << 20
 
 // queryAnswer is an answer of GET /query.
@@ -18,10 +18,10 @@ type queryAnswer struct {
 	readers map[*http.ResponseController]struct{}
 }
 
-// answers are those of GET /query. One is made for each change of the table, however many
-// clients read it slowly.
+// answers are the answers of GET /query. For each change of the table only one is made, however
+// many clients read it, and however slowly.
 type answers struct {
-	newest  weak.Pointer[queryAnswer] // nil when it is to be made anew; it is not kept for the next client if memory is wanted back
+	newest  weak.Pointer[queryAnswer] // nil if the next client's answer is to be made anew; Go may take it back for its memory
 	reading []*queryAnswer            // those with readers, oldest first
 	bytes   int                       // of these
 }

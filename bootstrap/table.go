@@ -15,7 +15,7 @@ type Engine struct {
 	WorkerAddr map[int]map[int]string `json:"worker_addr"`
 }
 
-// ConflictError is a registration that contradicts an earlier one.
+// ConflictError refuses a registration that contradicts an earlier one.
 type ConflictError struct {
 	Detail string
 }
@@ -23,7 +23,7 @@ type ConflictError struct {
 // Error is the detail that HTTP clients see.
 func (e *ConflictError) Error() string { return "bootstrap: " + e.Detail }
 
-// FullError is a registration that found no room.
+// FullError refuses a registration because the table is full.
 type FullError struct {
 	Limit int
 }
@@ -95,10 +95,10 @@ func (t *Table) Register(r Registration) error {
 	return nil
 }
 
-// Unregister takes a rank out and reports whether it was there. It wants the
-// registration as it was made: the late goodbye of an engine that has been
-// restarted must not take out its successor. The dp rank is free for another
-// engine when its last rank is gone.
+// Unregister removes a rank and reports whether it was there. It removes a rank only
+// by the registration that the rank was made with: if an engine was restarted, the
+// old process may ask late, and must not remove the new one's rank. When the last
+// rank of a dp rank is removed, another engine may take the dp rank.
 func (t *Table) Unregister(r Registration) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -119,7 +119,7 @@ func (t *Table) Unregister(r Registration) bool {
 	return true
 }
 
-// Query returns a copy of the table by dp rank. It belongs to the caller and
+// Query returns a copy of the table by dp rank. The copy belongs to the caller and
 // marshals to the answer of GET /query.
 func (t *Table) Query() map[int]Engine {
 	t.mu.Lock()

@@ -10,20 +10,20 @@ import (
 // Action is what a Machine wants of its user after an event. The concrete types follow.
 type Action interface{ action() }
 
-// The answers to an event. An answer is the first action of its step, and is given to who told the event.
+// The answers to an event. An answer is the first action of its step. The user gives it to whoever told the event.
 type (
-	// Refuse answers an event of the engine that is not taken. Without it the event is taken.
+	// Refuse answers an event of the engine that the machine does not accept. Without a Refuse the machine has accepted the event.
 	Refuse struct{ Err error }
-	// AnswerLoad answers a LoadMessage: what D is told of its load.
+	// AnswerLoad answers a LoadMessage: it is what P tells D of the load.
 	AnswerLoad struct {
 		Code   Code
 		Reason string
 	}
-	// AnswerRenew answers a RenewMessage, for each of its Loads and then of its Claims, in this order.
+	// AnswerRenew answers a RenewMessage: first for each of its Loads, then for each of its Claims.
 	AnswerRenew struct{ Answers []Answer }
 )
 
-// Split takes the answer off the actions of a step; it is nil if there is none.
+// Split separates the answer from the other actions of a step. If the step has no answer, answer is nil.
 func Split(actions []Action) (answer Action, rest []Action) {
 	if len(actions) > 0 {
 		switch actions[0].(type) {
@@ -35,7 +35,7 @@ func Split(actions []Action) (answer Action, rest []Action) {
 }
 
 // OfMemory says whether an action begins or ends the use of an engine's blocks by a transport. The user performs these actions
-// in their order, and the others in theirs, beside them.
+// one after the other, in the order of their steps. Beside them it performs the other actions in the same way.
 func OfMemory(act Action) bool {
 	switch act.(type) {
 	case Expect, Revoke, Write, StopWrite:
@@ -48,14 +48,14 @@ func OfMemory(act Action) bool {
 // tells the outcome by that event, once.
 type (
 	// Resolve: find the target and make it known. The outcome is Resolved or, if the half has
-	// several parts, with ResolvedParts. Fresh says that the remembered agent of this target
-	// was found to be wrong. Seq comes back with the answer: an id may be in use again by
-	// then.
+	// several parts, ResolvedParts. Fresh says that the remembered agent of this target
+	// was found to be wrong. Seq comes back with the outcome, since an id may be in use again
+	// by then.
 	Resolve struct {
 		ID    TransferID
 		Seq   uint64
 		From  Target
-		Part  bool // From is a rank, and has no parts
+		Part  bool // From is one rank, so the outcome is Resolved
 		Fresh bool
 	}
 	// Expect: arm the transport for these blocks. The outcome is Expecting.
@@ -75,12 +75,12 @@ type (
 		Prompt uint64
 		Lease  time.Duration
 	}
-	// SendRenew: renew these transfers at one P: those of which it has a load, and those
-	// that are only claimed. The outcome is RenewReplied.
+	// SendRenew: renew these transfers at one P. Loads are those that P has a load of; Claims
+	// are those that D has only claimed. The outcome is RenewReplied.
 	SendRenew struct {
 		Peer          AgentID
 		Loads, Claims []TransferID
-		More          bool // of a part of the answer: others of the same renewal follow
+		More          bool // this is a part of a renewal, whose answer is told in parts, and further parts follow
 	}
 	// SendProbe: ask a D whose connections broke whether it lives. The outcome is
 	// ProbeReplied.
@@ -101,7 +101,7 @@ type (
 		Digest string
 	}
 	// Forget: look the peer's target up again next time. Gone says that nobody listens
-	// there, so that nothing more need be asked of it.
+	// as the peer, so the user need not ask it anything more.
 	Forget struct {
 		Peer AgentID
 		Gone bool
@@ -109,8 +109,8 @@ type (
 	// Revoke: fence a load's blocks. The outcome is Revoked.
 	Revoke struct{ ID TransferID }
 	// Write: send blocks; the transport answers with Written. Src has the blocks that hold
-	// what Dst, the load's Selection, asks for. Begin and End are as of kv.Match.PairsBetween.
-	// While there is an End, Writes that extend this one follow.
+	// what Dst, the load's Selection, asks for. Begin and End are those of kv.Match.PairsBetween.
+	// If there is an End, further Writes follow that extend this one.
 	Write struct {
 		ID    TransferID
 		Peer  AgentID
@@ -122,20 +122,20 @@ type (
 		Begin, End []uint32
 		Extends    bool // it extends a write that has begun, unless that has ended
 	}
-	// Await: say when this moment has passed, by MomentPassed, or that it cannot pass any
-	// more, by MomentFailed. It is asked once for as long as something waits for it. If
-	// nothing does any more, the answer is of no account.
+	// Await: tell MomentPassed when this moment has passed, or MomentFailed if it cannot pass
+	// any more. The machine wants one Await as long as any half waits for the moment. If no half
+	// waits any more, the event does nothing.
 	Await struct{ Moment Moment }
-	// Yield: let others have the machine, and tell Resume then, at once. A step ends only some of the offers that are due.
+	// Yield: let others have the machine, and then tell Resume at once. One step ends only some of the offers that are to end.
 	Yield struct{}
 	// StopWrite: end a Write early; its Written still comes.
 	StopWrite struct{ ID TransferID }
-	// Report: tell the engine, once, how its half ended; its blocks are free.
+	// Report: tell the engine, once, how its half ended. The half's blocks are free.
 	Report struct {
 		ID        TransferID
-		Parts     []TransferID // as the transports knew them, if it had any
+		Parts     []TransferID // the ids by which the transports knew its parts, if it had parts
 		Side      Side
-		Transport string // that moved the bytes; set by the user of the Machine
+		Transport string // the one that moved the bytes; set by the user of the Machine
 		Token     uint64
 		Code      Code
 		Reason    string
@@ -171,8 +171,8 @@ func (Report) action()      {}
 // time, so that the engine's calls get in between.
 const MaxLocked = 8
 
-// Parts cuts the answers to a renewal up, for a user with a lock: see MaxLocked. Answers that
-// are not as many as the transfers stay whole, for the machine to refuse.
+// Parts cuts a renewal and its answers into parts, for a user with a lock: see MaxLocked. If there are not as many
+// answers as transfers, Parts gives them whole, and the machine refuses them.
 func (r SendRenew) Parts(answers []Answer) iter.Seq2[SendRenew, []Answer] {
 	return func(yield func(SendRenew, []Answer) bool) {
 		if len(answers) != len(r.Loads)+len(r.Claims) {

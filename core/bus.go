@@ -12,10 +12,10 @@ import (
 var (
 	// ErrAbsent: nobody listens under that agent id any more. The server says so at once,
 	// without a time-out. If only the peer's link to this agent's own server broke, the peer
-	// is back in a moment.
+	// is back soon.
 	ErrAbsent = errors.New("agent is gone")
-	// ErrAway, beside ErrAbsent: the peer may be moving from a server that died to another,
-	// or back to a server that is not its own. Only time tells.
+	// ErrAway comes beside ErrAbsent: the peer may be moving from a server that died to another
+	// one, or may be coming back to a server that is not its own. Only waiting shows whether it is gone.
 	ErrAway = errors.New("the agent may come back")
 	// ErrTooLarge: the message is over the servers' limit.
 	ErrTooLarge = errors.New("message is too large")
@@ -51,8 +51,8 @@ type Bus interface {
 	Lookup(ctx context.Context, t Target) (*wire.Agent, Via, error)
 
 	// Request asks an agent and waits for its reply. If nobody listens, the error is
-	// ErrAbsent, with ErrAway when that is no proof. If no reply comes in time, the error
-	// is the context's.
+	// ErrAbsent. If this does not prove that the agent is gone, the error is ErrAway too. If
+	// no reply comes in time, the error is the context's.
 	Request(ctx context.Context, via Via, to AgentID, req *wire.Request) (*wire.Reply, error)
 
 	// Close withdraws the registration, ends all connections and waits, bounded

@@ -37,8 +37,8 @@ func (c Code) String() string {
 	return "code-" + strconv.Itoa(int(c))
 }
 
-// AtPeer is how one side's end reads on the other. It also bounds what comes
-// from the network to the codes there are.
+// AtPeer returns the code by which one side's end is told on the other side. It also turns a
+// number from the network that is no code into one.
 func (c Code) AtPeer() Code {
 	switch _, known := codeNames[c]; {
 	case c == Cancelled:
@@ -51,25 +51,25 @@ func (c Code) AtPeer() Code {
 	return c
 }
 
-// Target names the prefill engine that a load is from, or, in a part, a rank of it.
+// Target names the prefill engine that a load is from. In a part it names one rank of that engine.
 type Target struct {
 	Bootstrap      string // as the router gave it, "http://host:port"
 	EngineID       string
 	DPRank         int // -1: whichever has that EngineID
-	TPRank, PPRank int // of a part
-	// Engine, in a part, is how many ranks the engine must have; zero: it is not
-	// compared.
+	TPRank, PPRank int // only in a part
+	// Engine, only in a part, is how many ranks the engine must have. If it is zero, nobody
+	// compares it.
 	Engine kv.Ranks
 }
 
-// FoundPart is one rank of a prefill engine that this agent loads from, where the transfer
+// FoundPart is one rank of a prefill engine that this agent loads from, if the transfer
 // has several parts.
 type FoundPart struct {
 	From    Target // that rank
 	Share   kv.Share
-	Regions []uint32 // that are loaded from it, ascending; none: D needs nothing of it
+	Regions []uint32 // the regions to load from it, ascending; none: D needs nothing of it
 	Peer    AgentID
-	Opened  time.Time // as of Resolved
+	Opened  time.Time // as in Resolved
 }
 
 // Side tells the halves of a transfer apart.
@@ -122,11 +122,11 @@ func (a LoadAnswer) String() string {
 	return [...]string{"accepted", "refused", "say-hello", "absent"}[a]
 }
 
-// Account is whom a D agent's places count under: see package natsbus, which knows what an agent has proved. Agents cost nothing
-// to make, so those of one account share what the account gets. Empty is an account like others.
+// Account is what a D agent's places count under: see package natsbus, which knows what an agent has proved. Agents cost nothing
+// to make, so those of one account share what the account gets. The empty Account is one like any other.
 type Account string
 
-// Moment is a point in what the engine has queued on a device, as the engine's agent has
-// numbered it: it passes when all that was queued before it is done. A machine knows no more
-// of it, not even an order. 0 is a moment that has passed.
+// Moment is a point in the work that the engine has queued on a device; the engine's agent
+// numbers the moments. A moment passes when all work that was queued before it is done. A machine
+// knows nothing else of a moment, and no order of moments. Moment 0 has always passed.
 type Moment uint64

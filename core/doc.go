@@ -19,9 +19,10 @@
 //  1. The user makes every call of a Machine, Step and the others, under one lock, with a
 //     time that does not run backwards.
 //  2. The actions of a step come before those of the next. If the first action is an answer ([Refuse], [AnswerLoad], [AnswerRenew]), the user
-//     gives it to who told the event. The user performs the other actions in their
-//     order: those of [OfMemory] in one, and the rest, beside them, in another. If an
-//     action's comment names an event, the user tells the action's outcome by that event, once.
+//     gives it to whoever told the event. The user performs the other actions in two
+//     sequences beside each other, each in order: one of those for which [OfMemory] is true,
+//     and one of the rest. If an action's comment names an event, the user tells the
+//     action's outcome by that event, once.
 //  3. While Machine.Busy says so, the user tells [Tick] at least every [TickInterval].
 //  4. A [Report] is final: after it the engine uses the blocks again. No byte of
 //     the transfer may land then, so the Report of a failed load always comes after
@@ -29,40 +30,40 @@
 //
 // # Moments
 //
-// Blocks may lie in the memory of a device ([kv.Region].Memory), whose work is done later
+// Blocks may lie in the memory of a device ([kv.Region].Memory), which does its work later
 // than the engine queues it. So the engine's agent numbers moments in that work, and a request
-// says after which one it counts:
+// names the moment that must pass first:
 //
-//   - P's [OfferRequest].After and [PartialOffer].After: nothing that the request adds is
-//     read before. What a partial offer adds also waits for the moments of the partial
-//     offers before it, and the offer for those of all.
-//   - D's [LoadRequest].After: nothing is written before. The transport is not armed until
-//     then, and P has no grant. P keeps the transfer meanwhile, as one that D has claimed.
-//     Each part of a fan-in waits.
+//   - P's [OfferRequest].After and [PartialOffer].After: before this moment no transport reads
+//     the blocks that the request adds. The blocks of a partial offer also wait for the moments
+//     of all partial offers before it. The blocks of an offer wait for the moments of all its
+//     partial offers.
+//   - D's [LoadRequest].After: before this moment no transport writes the blocks. Until then
+//     the machine does not arm the transport, and P has no grant. Meanwhile P keeps the
+//     transfer as one that D has claimed. Each part of a fan-in waits.
 //
-// The machine wants [Await] for a moment that it does not know, once for as long as a half
-// waits for it. The user watches the moment and tells [MomentPassed] or
-// [MomentFailed], also if the moment has passed when Await is performed. An event that nobody
-// waits for any more does nothing. A moment that has not passed [Options].MomentTimeout
-// after its Await counts as failed. What waits for a moment that fails ends with code
-// [Failed] and the reason. A load that waits was never armed, so it is reported at once. An
+// When a half must wait for a moment, the machine wants [Await] for it, but only one as long as
+// any half waits for that moment. The user watches the moment and tells [MomentPassed] or
+// [MomentFailed], also if the moment has passed when Await is performed. If nobody waits for the
+// moment any more, the event does nothing. If a moment has not passed [Options].MomentTimeout
+// after its Await, it counts as failed. If a moment fails, the halves that wait for it end with
+// code [Failed] and the reason. A load that waits was never armed, so it is reported at once. An
 // offer whose blocks are being read is reported after its [Written].
 //
-// Three things are the transport's: it reads and writes blocks by the way that their Memory
+// A transport has three duties. It reads and writes blocks in the way that their Memory
 // needs. It tells Received when the bytes lie in the blocks, not when a copy of them is
 // queued. It tells Written, also after [StopWrite], when no copy reads the blocks any more.
-// So [Machine.Reading] says no, and an offer is reported, when the engine may write them again.
+// So when [Machine.Reading] says no, or an offer is reported, the engine may write the blocks again.
 //
-// With moment 0, which has passed, nothing of this happens: there is no state, action or
-// memory more.
+// Moment 0 has always passed. A request with moment 0 costs no further state, action or memory.
 //
-// # Memory that is another
+// # Other memory at the same addresses
 //
-// The user asks Machine.Given whose blocks may be read or written. If an engine has other memory at
-// their addresses, because it has slept, the user tells [Remapped] for each of them, and gives the
-// new memory to the transports when Given names none any more.
+// The user asks Machine.Given which transfers have blocks that may be read or written. If an engine
+// has slept, it has other memory at the addresses of these blocks. Then the user tells [Remapped] for
+// each of these transfers, and gives the new memory to the transports when Given names none any more.
 //
-// What caches are like, and which bytes of two of them are the same, is package kv's: values.
+// Package kv describes, as values, what caches are like and which bytes of two caches are the same.
 // The machine holds the engine's layout, the selections of its halves and of the peers' loads,
 // the match with each peer's layout, and a part's share.
 package core

@@ -17,27 +17,27 @@ type OfferRequest struct {
 	ID TransferID
 	kv.Selection
 	Token  uint64 // given back in the Report
-	Prompt uint64 // fingerprint of the prompt that the blocks are the cache of; 0: not said
-	After  Moment // from which on the blocks hold the transfer; 0: they hold it
+	Prompt uint64 // fingerprint of the prompt whose cache the blocks hold; 0: not said
+	After  Moment // from this moment on the blocks hold the transfer; 0: they hold it already
 }
 
 // PartialOffer is the engine's word that some blocks of a transfer are ready, while it
-// computes the rest: those that a D has asked for move meanwhile. An OfferRequest must follow, with
-// these blocks and the others, or Withdraw. If the transfer was given up meanwhile, the OfferRequest
-// tells its end; here that is no error.
+// computes the rest. Meanwhile the ready blocks that a D has asked for move. An OfferRequest must follow,
+// with these blocks and the others, or a Withdraw. If the transfer was given up meanwhile, a PartialOffer
+// is still no error; the Report of the OfferRequest tells how the transfer ended.
 type PartialOffer struct {
 	ID     TransferID
-	First  []uint32       // per group, with its first blocks: as of Selection
+	First  []uint32       // per group, with its first blocks: as in Selection
 	Blocks [][]kv.BlockID // per group: the blocks that follow those given before
 	// Ready is, per group, how many blocks of the prompt, from its start, are ready.
 	Ready []uint32
 	// Regions in which they are ready, ascending; nil: all.
 	Regions []uint32
-	Prompt  uint64 // as of OfferRequest, with the first partial offer at the latest; once said, it holds
-	// After is the moment from which on they are ready; 0: they are.
+	Prompt  uint64 // as in OfferRequest; said with the first partial offer at the latest, it holds for the later ones
+	// After is the moment from which on they are ready; 0: they are ready already.
 	After Moment
-	// Computing is as Ready, of the blocks that the engine's step computes: a later
-	// PartialOffer says in which regions they are ready. Here it is only checked.
+	// Computing is like Ready, but for the blocks that the engine's step is computing. A later
+	// PartialOffer says in which regions they are ready. The machine only checks it.
 	Computing []uint32
 }
 
@@ -59,27 +59,27 @@ type LoadRequest struct {
 	From Target
 	kv.Selection
 	Token  uint64
-	Prompt uint64 // fingerprint of the prompt that it is to be the cache of; 0: not said. P refuses a load of another prompt
-	After  Moment // from which on the blocks may be written, since nothing uses their old content any more; 0: they may be written
+	Prompt uint64 // fingerprint of the prompt whose cache D wants; 0: not said. P refuses a load if its own cache is of another prompt
+	After  Moment // from this moment on the blocks may be written, since nothing uses their old content any more; 0: they may be already
 }
 
 // Announce is the engine's word that it knows the request and works on it: D may wait.
 type Announce struct{ ID TransferID }
 
-// Cancel ends this agent's half or halves of a transfer; each still gets its Report. If
-// the id is not known here yet, the cancel is remembered, so that a peer's load that comes
-// later is refused at once.
+// Cancel ends this agent's half or halves of a transfer; each half still gets its Report. If
+// the id is not known here yet, the machine remembers the cancel, and refuses a peer's load that
+// comes later at once.
 type Cancel struct {
 	ID     TransferID
 	Reason string
 }
 
-// Withdraw gives the blocks of PartialOffers back to the engine, for instance because it
-// preempts the request. They are the engine's again when Reading says no. The request is
-// still known. When blocks of it are offered again, D loads it from the beginning.
+// Withdraw gives the blocks of PartialOffers back to the engine, for instance because the engine
+// preempts the request. The blocks are the engine's again when Reading says no. The request is
+// still known. When the engine offers blocks of it again, D loads it from the beginning.
 type Withdraw struct{ ID TransferID }
 
-// Remapped says that the memory of a transfer of Given is another now: its blocks do not hold what was
+// Remapped says that the memory of a transfer of Given has changed: its blocks do not hold what was
 // offered, and what a load asks for must not come into them. So these halves fail, with this reason at
 // both sides. Halves without blocks go on.
 type Remapped struct {
@@ -94,7 +94,7 @@ type LoadMessage struct {
 	Account      Account
 	Grant        []byte
 	kv.Selection        // of D's blocks and regions
-	Prompt       uint64 // as of LoadRequest
+	Prompt       uint64 // as in LoadRequest
 	Lease        time.Duration
 	Match        *kv.Match // of this agent's caches with D's; nil: they are alike
 }
@@ -126,8 +126,8 @@ type RestartMessage struct {
 // Outcomes of actions, and what else the agent tells.
 type (
 	// Resolved is the outcome of Resolve. A Code other than OK says why P's agent was not
-	// found or refused this one. Opened is an instant, on this machine's clock,
-	// before which that agent was not open for certain; zero if nothing is known.
+	// found, or why it refused this one. Opened is an instant on this machine's clock: before it
+	// that agent was certainly not open. If nothing is known, it is zero.
 	Resolved struct {
 		ID     TransferID
 		Seq    uint64 // of the Resolve
@@ -149,7 +149,7 @@ type (
 		Grant []byte
 		Err   error
 	}
-	// LoadAnswered is the outcome of SendLoad. Code and Reason count with LoadRefused only, Reason also with
+	// LoadAnswered is the outcome of SendLoad. Code counts only with LoadRefused. Reason counts also with
 	// LoadAbsent and LoadSayHello.
 	LoadAnswered struct {
 		ID     TransferID
@@ -159,7 +159,7 @@ type (
 		Reason string
 	}
 	// RenewReplied is the outcome of SendRenew, or of a part of it: see SendRenew.Parts. Absent says that nobody
-	// listens at the peer's address; Err that no answer came.
+	// listens at the peer's address. Err says that no answer came.
 	RenewReplied struct {
 		Renewal SendRenew
 		Answers []Answer
@@ -167,8 +167,8 @@ type (
 		Err     error
 	}
 	// ProbeReplied is the outcome of SendProbe. Absent says that nobody listens at the peer's address. A
-	// peer that lives is absent too for a moment while it connects again. With Away it may be
-	// absent for as long as it takes to find another server. Err says that no answer came.
+	// peer that lives is absent too for a moment while it connects again. If Away is set, it may be
+	// absent for as long as it needs to find another server. Err says that no answer came.
 	ProbeReplied struct {
 		Peer         AgentID
 		Absent, Away bool
@@ -177,7 +177,7 @@ type (
 	// MomentPassed is the outcome of Await.
 	MomentPassed struct{ Moment Moment }
 	// MomentFailed is the outcome of Await if the moment cannot pass any more: its device is lost, or its
-	// engine's work has failed. What waits for it ends with this reason.
+	// engine's work has failed. The halves that wait for the moment end with this reason.
 	MomentFailed struct {
 		Moment Moment
 		Err    error
@@ -196,14 +196,14 @@ type (
 		Stats TransferStats
 		Err   error
 	}
-	// PeerDown is a transport's word that the way to a peer broke. The machine asks at once
-	// whether the peer is gone too.
+	// PeerDown is a transport's word that its connection to a peer broke. The machine asks at once
+	// whether the peer itself is gone.
 	PeerDown struct{ Peer AgentID }
 	// Tick is the time. It ends claims, loads and offers that have waited too long, and renews leases.
 	Tick struct{}
 	// Resume is the outcome of Yield.
 	Resume struct{}
-	// Close ends every transfer; the agent may go when Busy says no.
+	// Close ends every transfer. When Busy says no, the agent may end.
 	Close struct{}
 	// Abandon reports all halves that Close could not bring to an end. The user may tell it
 	// only when the transports are closed, so that no byte can move.

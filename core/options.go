@@ -16,22 +16,21 @@ var (
 // TickInterval is how often a Machine must be told Tick while it is busy.
 const TickInterval = 100 * time.Millisecond
 
-// Defaults are the Options of an agent that sets none, and the only place of these
-// numbers.
+// Defaults are the Options of an agent that sets none. These numbers stand nowhere else.
 var Defaults = Options{Lease: 30 * time.Second, PeerTimeout: 3 * time.Second, EarlyLoad: 30 * time.Second, Claim: time.Hour, Load: time.Hour, Offer: time.Hour, MomentTimeout: time.Minute, MaxTransfers: 4096, Ends: 16}
 
 // Options bound a Machine's waits and queues. Zero values get the Defaults.
 type Options struct {
 	Lease         time.Duration // P keeps an offer that nobody renews
 	PeerTimeout   time.Duration // silence after which a peer counts as gone
-	EarlyLoad     time.Duration // P keeps a claim or load whose request its engine has not named
+	EarlyLoad     time.Duration // P keeps a claim or load of a request that its engine has not named
 	Claim         time.Duration // D keeps a claim that no load follows
 	Load          time.Duration // D waits for a load's bytes, whatever P says
 	Offer         time.Duration // P keeps an offer, whatever D says
-	MomentTimeout time.Duration // a moment that has not passed by then fails, and a load that D's own memory holds up for so long
-	MaxTransfers  int           // claims, loads, offers, and early ones of both, each
+	MomentTimeout time.Duration // a moment that has not passed by then fails; so does a load that D's own memory holds up for so long
+	MaxTransfers  int           // the most claims, the most loads, the most offers, and the most early claims and loads together
 	Ends          int           // P: offers that a step ends before Yield, see pace.go
-	ReportDemands bool          // P: Report when an announced transfer is demanded
+	ReportDemands bool          // P: Report when D has blocks for an announced transfer
 	ReportClaims  bool          // D: Report a claim that cannot succeed any more
 
 	// OnTransition hears of each change of a half's state, for tests; may be nil.
@@ -41,7 +40,7 @@ type Options struct {
 	OnStep func(now time.Time, e Event, actions []Action)
 }
 
-// WithDefaults are the Options with the Defaults in the place of what is not set.
+// WithDefaults returns the Options with the Defaults in place of the values that are not set.
 func (o Options) WithDefaults() Options {
 	def(&o.Lease, Defaults.Lease)
 	def(&o.PeerTimeout, Defaults.PeerTimeout)

@@ -15,32 +15,32 @@ import (
 // a restarted engine is never taken for the old one.
 type AgentID string
 
-// ErrConnectionLost is wrapped by a transport's error when the way to the peer
-// broke, rather than the transfer itself.
+// ErrConnectionLost is wrapped by a transport's error if the connection to the peer
+// broke, and nothing is wrong with the transfer itself.
 var ErrConnectionLost = errors.New("connection lost")
 
 // ErrTransportClosed is wrapped by the errors of a Transport that is closed.
 var ErrTransportClosed = errors.New("transport is closed")
 
-// ErrNotExpected is wrapped by a sender's error when the receiver said that it
-// does not expect the transfer, or no more.
+// ErrNotExpected is wrapped by a sender's error if the receiver has said that it
+// does not expect the transfer, or does not expect it any more.
 var ErrNotExpected = errors.New("the decode agent does not expect the transfer")
 
-// ErrOtherWay is wrapped by a sender's error if this way is not there just now, and all is well with the
-// transfer. The receiver's transport was told that it is not there: so D, which is to load the transfer anew,
-// takes another one. If D has not heard it, D may take this way again.
+// ErrOtherWay is wrapped by a sender's error if this transport cannot be used just now, and nothing is wrong
+// with the transfer. The sender has told D's transport so. D is to load the transfer anew, and takes another
+// transport. If D has not heard it, D may take this transport again.
 var ErrOtherWay = errors.New("this way is not there now")
 
 // ErrElsewhere is wrapped by an error of Connect if the transport is for agents of one host, and the
-// peer is on another: to go another way is no fallback then.
+// peer is on another host. Then it is no fallback to take another transport.
 var ErrElsewhere = errors.New("it is on another host")
 
-// ErrMemory is wrapped by an error of Expect if the agent's own memory cannot be used, so that
-// no other P would help.
+// ErrMemory is wrapped by an error of Expect if the agent's own memory cannot be used: then it
+// does not help to look for another P.
 var ErrMemory = errors.New("device memory cannot be used")
 
-// ErrMayLand is wrapped by an error of Revoke, and of Close, if bytes may yet land in registered memory: what copies them, a
-// device or the kernel, does not answer.
+// ErrMayLand is wrapped by an error of Revoke, and of Close, if bytes may yet land in registered memory, since the device or the
+// kernel that copies them does not answer.
 var ErrMayLand = errors.New("memory may still be written, until the process ends")
 
 // mostNamed bounds the regions that an error names.
@@ -63,13 +63,13 @@ const MaxTransferID = 128
 
 // Bounds that the bus and all transports have in common, unless they are configured.
 const (
-	DefaultConnectTimeout = 3 * time.Second  // of the finding and meeting of a peer
+	DefaultConnectTimeout = 3 * time.Second  // to find a peer and say hello to it
 	DefaultStallTimeout   = 10 * time.Second // of a stream without progress
 )
 
 // Transport moves bytes between two agents: P writes, D receives. One Transport
-// serves all peers of an agent. Methods may be called from any goroutine; only
-// Revoke and Close may wait, and say for how long.
+// serves all peers of an agent. Methods may be called from any goroutine. Only
+// Revoke and Close may wait; their comments say for how long.
 //
 // coretest.TransportSuite is the contract as a test; every Transport passes it.
 type Transport interface {
@@ -88,7 +88,7 @@ type Transport interface {
 
 	// Dismiss forgets a peer on either side: its ticket is dead, its connections
 	// are closed, and transfers with it end with an error. An unknown peer is no
-	// error. Sink.Written may be called before it returns.
+	// error. Sink.Written may be called before Dismiss returns.
 	Dismiss(peer AgentID)
 
 	// Connect makes a peer's Endpoint usable before the first transfer, with the
@@ -99,31 +99,31 @@ type Transport interface {
 
 	// Expect arms the receiver: bytes that arrive with the returned grant go
 	// into dst, whose segments are in the transfer's linear order. The grant is
-	// random, of this transfer only, and dead when the transfer has ended; from
-	// another peer's connections it is worth nothing. The outcome is one
-	// Sink.Received, unless Revoke comes first.
+	// random, is for this transfer only, and is dead when the transfer has ended. Bytes
+	// with the grant that come from another peer's connections are not accepted. The
+	// outcome is one Sink.Received, unless Revoke comes first.
 	Expect(id TransferID, peer AgentID, dst []kv.Segment) (grant []byte, err error)
 
-	// Revoke disarms a transfer of Expect. When it has returned nil, no byte of the transfer can
-	// land any more and Sink.Received will not be called for it, also when the peer is
-	// stopped in the middle of a write. An unknown id is no error. Revoke waits for a copy
-	// that is under way, and for a Received that is being told. A Signaller also waits for
-	// the peer's word, two seconds at most, and cuts the peer off if none comes. So Revoke
-	// is not called under a lock that the Sink takes, nor where others wait behind it.
-	// If a device or the kernel does not end a copy, Revoke waits until Close gives it up. Its
-	// error wraps ErrMayLand then, and nobody may report an end of the transfer: its blocks
-	// would be used again.
+	// Revoke disarms a transfer that Expect has armed. When Revoke has returned nil, no byte of the
+	// transfer can land any more and Sink.Received will not be called for it, also when the peer
+	// is stopped in the middle of a write. An unknown id is no error. Revoke waits for a copy
+	// that is under way, and for a call of Sink.Received that has begun. A Signaller also waits
+	// for the peer's word, two seconds at most, and cuts the peer off if none comes. So the caller
+	// holds no lock that the Sink takes, and calls Revoke where nobody waits behind the call.
+	// If a device or the kernel does not end a copy, Revoke waits until Close gives the copy up.
+	// Then the error wraps ErrMayLand, and nobody may report an end of the transfer: the engine
+	// would use its blocks again.
 	Revoke(id TransferID) error
 
 	// Write starts to send to a peer that was admitted; the outcome is one
 	// Sink.Written. The source bytes must stay unchanged until then.
 	Write(op WriteOp)
 
-	// Extend gives more of a write that was begun with some of its bytes. The write is over
-	// when all have been given and have arrived. Each byte is given once; one too many ends
-	// the write with an error. When all that was given is sent, the write may rest for
-	// minutes, and neither side counts as silent. If the id is unknown, its write has
-	// ended, which is no error. op.Bytes and Grant are as Write had them.
+	// Extend gives further bytes of a write that was begun with some of its bytes. The write is
+	// over when all bytes have been given and have arrived. Each byte is given once: a byte too
+	// many ends the write with an error. When all bytes that were given are sent, the write may
+	// rest for minutes, and neither side counts as silent. If the id is unknown, the write has
+	// ended already: that is no error. op.Bytes and op.Grant are the same as in Write.
 	Extend(op WriteOp)
 
 	// Stop ends a write early, with an error unless the write had ended. Its
@@ -134,7 +134,7 @@ type Transport interface {
 	// Close ends all transfers, tells the outcome of each write, and waits, at
 	// most a few seconds, until no byte can move. If bytes may land all the same,
 	// its error wraps ErrMayLand and names the regions, or the peers whose bytes
-	// they are. No Sink method is called after it returns.
+	// they are. No Sink method is called after Close has returned.
 	Close() error
 }
 
@@ -151,29 +151,29 @@ type Settler interface {
 	Transport
 
 	// Usable says whether new transfers with a peer can go this way; the error says why they
-	// cannot. While the transport is finding that out Usable waits. If ctx ends first, its
-	// error is the cause.
+	// cannot. While the transport is finding that out, Usable waits. If ctx ends first, Usable
+	// returns the cause of that.
 	Usable(ctx context.Context, peer AgentID) error
 }
 
-// Signaller is a Settler whose two ends must agree before bytes move, and again to end
-// that: in RDMA on queue pairs and keys. Its messages go over the control plane, which has
-// authenticated both agents; their content is the transport's own. It is given a Signal
-// when it is made.
+// Signaller is a Settler whose two ends must agree before bytes move, and again before that
+// ends: in RDMA they agree on queue pairs and keys. Its messages go over the control plane,
+// which has authenticated both agents; only the transport knows what they mean. A Signaller
+// gets its Signal when it is made.
 type Signaller interface {
 	Settler
 
 	// Signalled handles a message of a peer's transport of the same name and
-	// returns the answer; an error is told to the peer as text. It does not wait
+	// returns the answer; the peer gets an error as text. Signalled does not wait
 	// for the network. Messages may be lost, doubled and reordered.
 	Signalled(from AgentID, msg []byte) (answer []byte, err error)
 }
 
 // Signal sends a message to a peer's transport of the same name and waits for
-// the answer, bounded by ctx. ErrAbsent as of Bus.Request.
+// the answer, bounded by ctx. ErrAbsent means the same as in Bus.Request.
 type Signal func(ctx context.Context, to AgentID, msg []byte) (answer []byte, err error)
 
-// WriteOp is the sender's order to a Transport.
+// WriteOp says what a Transport of the sender is to write.
 type WriteOp struct {
 	ID    TransferID
 	Peer  AgentID
@@ -218,9 +218,9 @@ func (op *WriteOp) Given() (n uint64) {
 type TransferStats struct {
 	Bytes    uint64
 	Segments int // contiguous runs on this side
-	// Nanos is how long bytes were under way. In a write that is given bit by bit this leaves out the time in which all
-	// that was given had arrived, where a side can know it: D by tcp, which counts bytes of the peer's other transfers, and
-	// by local, and P by tcp. Else it is from the first byte to the last.
+	// Nanos is how long bytes were under way. If a write is given bit by bit, the times in which all bytes given so far had
+	// arrived do not count, as far as a side can know them. P knows them by tcp. D knows them by local, and by tcp, where it
+	// counts bytes of the peer's other transfers too. Else Nanos is the time from the first byte to the last.
 	Nanos int64
 	Via   string // the transport's name; set by the user of the Machine
 }
@@ -230,11 +230,11 @@ type TransferStats struct {
 type Sink interface {
 	Received(id TransferID, s TransferStats, err error)
 	Written(id TransferID, s TransferStats, err error)
-	// PeerDown says that the way to a peer broke. On D: it cannot connect, or is not
-	// connected any more. On P, once per loss: an admitted peer that was connected is so no
-	// more; it may come back with the same ticket. If the transport knows which transfers
-	// that hit, they end by a Received or Written of their own. P's half of a transport whose
-	// bytes only the cards move may not see that a peer has died until it has a Write to it:
-	// liveness is the business of leases and renewals.
+	// PeerDown says that the connection to a peer broke. On D it means that D cannot connect,
+	// or is not connected any more. On P it means that an admitted peer is not connected any
+	// more, and comes once for each such loss; the peer may come back with the same ticket. If
+	// the transport knows which transfers this ends, they end by a Received or Written of their
+	// own. If only cards move a transport's bytes, P may not see that a peer has died until it
+	// writes to that peer: leases and renewals find out who lives.
 	PeerDown(peer AgentID, err error)
 }

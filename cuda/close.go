@@ -8,9 +8,10 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// Closing begins the time that Close has, once; Close does so too. Whoever closes a transport
-// first calls it before: a copy that has not ended in half of that time never will, as it seems,
-// and the transport waits for it no longer.
+// Closing starts the time that Close has. Only the first call counts, and Close itself makes one.
+// If a caller closes a transport before the device, it calls Closing before both. If a copy has
+// not ended after half of the time, it counts as one that never ends: the device fails, and the
+// transport does not wait for the copy any longer.
 func (d *Device) Closing() {
 	d.closing.Do(func() {
 		d.mu.Lock()
@@ -36,9 +37,9 @@ func (d *Device) busy() (n int) {
 }
 
 // Close ends all copies and awaited moments, and waits, at most CloseTimeout from Closing on,
-// until none is under way, all calls of the driver have returned and all slots were released. Then it gives
-// back all that the device has. If something does not end, the error says so and nothing is given back: the
-// driver may still use it. A second call waits for the first one and returns what that did.
+// until none is under way, all calls of the driver have returned and all slots were released. Then Close gives
+// the driver back all that the device has of it. If a copy, a call or a slot does not end, the error says so and Close
+// gives nothing back, since the driver may still use it. A second call waits for the first one and returns the same error.
 func (d *Device) Close() error {
 	d.Closing()
 	d.closes.Do(func() { _, d.closeErr = safe.Try("cuda close", d.close) })
@@ -65,7 +66,7 @@ func (d *Device) close() error {
 	case <-ended:
 	case <-deadline.C:
 		safe.Go("cuda close", func() { // a queue's lock is held while the driver is called
-			if n := d.busy(); n > 0 { // what began after Closing looked: a Fence would wait for it for ever
+			if n := d.busy(); n > 0 { // these began after Closing looked: a Fence would wait for them for ever
 				d.stall(fmt.Errorf("%d copies have not ended at the end of a close", n))
 			}
 		})
@@ -75,7 +76,7 @@ func (d *Device) close() error {
 		}
 		return fmt.Errorf("closing CUDA device %d: after %s %s; its pinned memory stays", d.info.Ordinal, d.o.CloseTimeout, what)
 	}
-	if n := d.busy(); n > 0 { // without a slot: of a peer's memory
+	if n := d.busy(); n > 0 { // copies of a peer's memory, which have no slot
 		return fmt.Errorf("closing CUDA device %d: nobody knows whether %d copies have ended; what they may use stays", d.info.Ordinal, n)
 	}
 	given := make(chan error, 1)
@@ -94,12 +95,13 @@ func (d *Device) close() error {
 	return fmt.Errorf("closing CUDA device %d: after %s the driver has not taken back what the device has", d.info.Ordinal, d.o.CloseTimeout)
 }
 
-// lastWait ends a wait of Close. The transports may have used all the time, though nothing is under way on the device.
+// lastWait is the timer of one wait of Close. The transports may have used up all of Close's time, so each wait has at least a
+// quarter of CloseTimeout or 250 ms, whichever is less.
 func (d *Device) lastWait() *time.Timer {
 	return time.NewTimer(max(time.Until(d.until), min(d.o.CloseTimeout/4, 250*time.Millisecond)))
 }
 
-// releaseAll gives the driver all that the device has. Nothing uses it any more.
+// releaseAll gives the driver back all that the device has of it. The caller makes sure that no copy and no call uses this any more.
 func (d *Device) releaseAll() error {
 	for _, q := range d.made() {
 		q.drv.Close()
@@ -110,12 +112,12 @@ func (d *Device) releaseAll() error {
 	}
 	_, closeErr := d.drv.Close()
 	if d.Err() != nil {
-		return nil // the calls fail as all do, and the context's end gives all back
+		return nil // on a failed device these calls fail too, and the driver takes all back when the context ends
 	}
 	return errors.Join(err, closeErr)
 }
 
-// end ends all that waits, since the device is closed.
+// end ends all copies, slots and moments that somebody waits for, since the device is closed.
 func (d *Device) end() {
 	d.endAll(fmt.Errorf("CUDA device %d: %w", d.info.Ordinal, ErrClosed))
 	for _, q := range d.made() {

@@ -64,7 +64,7 @@ type Device struct {
 
 	entered    sync.Mutex    // guards calls, and closed while it changes
 	calls      int           // short calls of the driver that are under way
-	left       chan struct{} // closed when the device is closed and none of them is left
+	left       chan struct{} // closed when the device is closed and no such call is under way
 	closed     atomic.Bool
 	failure    atomic.Pointer[error] // for good
 	flushes    chan struct{}         // holds one while a flush of a stuck device is under way
@@ -73,7 +73,7 @@ type Device struct {
 	closing    sync.Once
 	until      time.Time     // of Close, once it is closing
 	closeTimer *time.Timer   // see Closing
-	hasty      chan struct{} // tests only: closed when Close is to wait for the driver no longer
+	hasty      chan struct{} // tests only: closed when Close is not to wait for the driver any longer
 
 	closes   sync.Once
 	closeErr error // of Close, once that has ended
@@ -95,8 +95,8 @@ type Device struct {
 
 	preparePeer    sync.Once
 	preparePeerErr error
-	peers          []*Peer                   // that have something opened; mu guards it
-	foreign        atomic.Pointer[[]mapping] // what they have opened
+	peers          []*Peer                   // the peers that have memory open; mu guards this
+	foreign        atomic.Pointer[[]mapping] // the memory that they have open
 }
 
 // Open gives a handle on the device of that number (CUDA_VISIBLE_DEVICES changes the numbers).
@@ -209,8 +209,8 @@ func (d *Device) fails(err error) bool {
 	return d.failure.CompareAndSwap(nil, &err)
 }
 
-// stall fails a device of which nobody knows whether its copies have ended. It may have failed
-// before: that its copies may yet land must be known all the same.
+// stall fails a device if nobody knows whether its copies have ended. Even if the device has failed
+// before, Err then also says that copies may yet land.
 func (d *Device) stall(cause error) {
 	d.stalled.Do(func() {
 		why := fmt.Errorf("%w: %w", cause, ErrStuck)

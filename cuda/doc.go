@@ -1,11 +1,11 @@
-// Package cuda moves KV caches between the memory of CUDA devices and host memory, and says
-// when. It knows no transfers of core's: a transport uses it for the regions that lie on a
-// device.
+// Package cuda moves KV caches between the memory of CUDA devices and host memory, and tells
+// when each copy has ended. It does not know core's transfers: a transport uses it for the
+// regions that lie on a device.
 //
-// libcuda is opened at run time when the first of these functions is called, never before:
-// so a process without device regions has no driver opened and none started. No context is
-// made: a device is usable when its primary context is active, which is so once the engine
-// has memory there. KVCONN_LIBCUDA names another library.
+// The first call of one of these functions opens libcuda. A process without device regions
+// makes no such call, so it neither opens nor starts a driver. The package makes no context. A
+// device is usable when its primary context is active, as it is once the engine has memory on
+// the device. KVCONN_LIBCUDA names another library.
 //
 // # Where memory is
 //
@@ -24,9 +24,9 @@
 //
 // Register keeps the allocations under a region with their buffer ids, which CUDA never gives
 // twice. Memory that was freed, or mapped anew (an engine that slept), has another id: Check
-// names the region. A device copies from and to registered memory only. A copy that was begun in other memory
-// than lies there now ends with a ChangedError: it is looked for before the device gets the copy, and again
-// when the copy has ended, since the memory may go meanwhile.
+// names the region. A device copies from and to registered memory only. If other memory lies at a copy's
+// addresses than was registered, the copy ends with a ChangedError. The package compares the memory before the
+// device gets the copy, and again when the copy has ended, since the engine may free the memory meanwhile.
 //
 // # Moments
 //
@@ -42,15 +42,15 @@
 // error. While a stream is being captured into a graph it has no moments: ErrCapturing.
 //
 // For each stream with an awaited moment one goroutine waits in the driver on an event that
-// blocks: no polling, and nothing is queued on the device. The other way, a host function
-// behind the event on a stream of ours, would put waits into the device's queues. Streams
-// share those (CUDA_DEVICE_MAX_CONNECTIONS, which some engines set to 1), and so our wait for
-// one stream could hold up the engine's work on another.
+// blocks. So nobody polls, and nothing is queued on the device. A host function behind the
+// event, on a stream of ours, would put waits into the device's queues instead. Streams share
+// these queues (CUDA_DEVICE_MAX_CONNECTIONS, which some engines set to 1), so our wait for one
+// stream could hold up the engine's work on another.
 //
 // # The mover
 //
-// Many small copies go in one launch of a kernel (internal/driver/copy.ptx), which the driver compiles when the device is opened; others,
-// and all where it does not take the kernel (device.NoKernel says why), in batches or one by one.
+// One launch of a kernel (internal/driver/copy.ptx) makes many small copies. The driver compiles the kernel when the device is opened.
+// Other copies go in batches or one by one. If the driver does not take the kernel (device.NoKernel says why), all copies do.
 //
 // Copies go between device runs and slots: pieces of a ring of pinned memory that is allocated
 // once (Options.RingBytes, Options.SlotBytes). Each direction may hold three quarters of the
@@ -67,18 +67,18 @@
 // Start returns at once. Done is called once for each Copy: nil when the copy's event has
 // passed. For ToDevice the bytes are then in the device's memory, and every kernel that is
 // launched from now on sees them; for FromDevice they are in the slot. Done is called with
-// no lock held and must return soon; it may use everything here. What the copy
-// has to come after, as a moment of its blocks, has passed before Start. Runs must stay as they are until
-// Done. Runs that lie outside of registered regions are an error.
+// no lock held and must return soon; it may call everything of this package. If a copy has to come after
+// a moment, as one of its blocks, the caller calls Start when the moment has passed. Runs must stay as they
+// are until Done. Runs that lie outside of registered regions are an error.
 //
 // SlotBytes is the size of every slot. Prepare pins the ring; a transport calls it when regions are
 // registered, so that a failure is seen then.
 //
-// P, for each frame: Slot, Start, and when Done was called writev from the slot, Release. Several
-// slots in flight keep the copy engine busy while the network sends.
+// P, for each frame, calls Slot and Start; when Done was called, it calls writev from the slot, and
+// Release. If P has several slots in flight, the copy engine is busy while the network sends.
 //
-// D: Slot when the socket has bytes, readv, Start, and count the bytes as landed in Done;
-// then Release. A slot should not be kept while the network has nothing.
+// D calls Slot when the socket has bytes, then readv and Start. In Done it counts the bytes as
+// landed, and then calls Release. D should not keep a slot while the network has nothing.
 //
 // Fence takes back the copies that the device does not have yet, and waits for the others:
 // not longer than the ring takes to copy. It may be called from Done. Done may be called
@@ -98,23 +98,23 @@
 //	      Copy{Peer, Runs, To, Done}                   to the device, in a Transfer FromPeer: needs no pinned memory
 //	      Copy{Peer, Runs, Slot, At, Done}             to a slot, in a Transfer FromDevice, for blocks in host memory
 //
-// Runs are told by P's addresses; what P has not opened to D is refused. Nobody writes to a peer's memory. One Copy has best some
-// hundred runs. D's Fence waits for D's own copies, and P's process may stand still meanwhile.
+// The runs have P's addresses. A run that P has not opened to D is refused. Nobody writes to a peer's memory. A Copy should have some
+// hundred runs. D's Fence waits for D's own copies only, so P's process may be stopped meanwhile.
 //
-// A load goes like this. P waits for the moment of its blocks, and only then tells D where they are: so no event is shared between processes. D
-// copies after its own moment. When the copies have ended D asks P, and P looks whether it still holds the offer and whether Shared.Check
-// is nil. D counts what it has read after P's yes, and throws it away after a no, or when P does not answer.
+// A load goes like this. P waits for the moment of its blocks, and only then tells D where they are: so the processes share no event. D
+// copies after its own moment. When the copies have ended, D asks P, and P looks whether it still holds the offer and whether Shared.Check
+// is nil. If P says yes, D counts what it has read. If P says no, or does not answer, D throws it away.
 //
-// P's engine may free its memory, or sleep, at any time: CUDA tells nobody. Of memory that cudaMalloc gave CUDA leaves undefined what
+// P's engine may free its memory, or sleep, at any time: CUDA tells nobody. If the memory was cudaMalloc's, CUDA leaves undefined what
 // D reads then. Memory that was mapped by handles lives on, with its old bytes, as long as D has it open, so a sleeping engine's GPU
-// gets nothing back. Both are harmless to what D counts: an ID is never given twice, so if P finds the IDs of Share again when D's copies have ended,
-// the memory was that one all the time. That D keeps nothing for long is P's word: an agent looks each second whether Check is still nil,
-// else tells its peers to Close, and they Open what the next Share has. Before an agent ends it has its peers Close, and waits for them in
-// bounded time; only then its engine may free what was shared. D also closes when P's process has ended: what it reads from then on nobody says
-// yes to.
+// gets nothing back. In both cases D counts no wrong bytes: CUDA never gives an ID twice, so if P finds the IDs of Share again when D's
+// copies have ended, the memory was the same all the time. P sees to it that D does not keep memory open for long. Each second an agent
+// looks whether Check is still nil. If not, it tells its peers to Close, and they Open what the next Share has. Before an agent ends it
+// has its peers Close, and waits for them in bounded time; only then may its engine free what was shared. D also closes when P's process
+// has ended, since nobody then says yes to what D reads.
 //
-// P's memory may lie on another GPU than D's blocks, if CUDA lets D's GPU reach it. That is tried by opening it, not looked up, since a process does
-// not see the GPUs that are hidden from it.
+// P's memory may lie on another GPU than D's blocks, if CUDA lets D's GPU reach it. D finds this out by opening the memory. It cannot look
+// it up, since a process does not see the GPUs that are hidden from it.
 //
 // # Errors
 //

@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/cuda/internal/driver"
 )
 
-// preparePeers makes the stream for copies from peers' memory, once. They need no pinned memory.
+// preparePeers makes the stream for copies from peers' memory, once. These copies need no pinned memory.
 func (d *Device) preparePeers() error {
 	if !d.enter() {
 		return d.over()
@@ -91,13 +91,14 @@ func (t *Transfer) checkPairs(j *job) error {
 	return nil
 }
 
-// once is each mapping once: runs go to and fro between a cache's allocations, and each piece is asked for at each batch.
+// once leaves each mapping only once in pieces. Runs go to and fro between a cache's allocations, and the driver is asked for each piece at
+// each batch.
 func once(pieces []driver.Piece) []driver.Piece {
 	slices.SortFunc(pieces, func(a, b driver.Piece) int { return cmp.Or(cmp.Compare(a.ID, b.ID), cmp.Compare(a.Block, b.Block)) })
 	return slices.CompactFunc(pieces, func(a, b driver.Piece) bool { return a.ID == b.ID && a.Block == b.Block })
 }
 
-// length is the number of bytes of runs, or the largest number if it cannot be told.
+// length is the number of bytes of runs; if it does not fit into a uint64, it is the largest uint64.
 func length(runs []Run) (bytes uint64) {
 	for _, r := range runs {
 		if bytes+r.Len < bytes {
@@ -147,7 +148,7 @@ func (q *queue) cutPairs(j *job, most int) (n int) {
 	}
 }
 
-// pass goes on behind runs that are done, or empty.
+// pass skips runs that are done or empty: it returns the next run to copy, and the offset in it.
 func pass(runs []Run, next int, off uint64) (int, uint64) {
 	for next < len(runs) && off == runs[next].Len {
 		next, off = next+1, 0
@@ -155,7 +156,7 @@ func pass(runs []Run, next int, off uint64) (int, uint64) {
 	return next, off
 }
 
-// within finds the mapping of an address, unless it is the one that was found last.
+// within says whether an address lies in known memory, and puts the mapping that holds it into m. It looks first at the mapping that m has.
 func within(m *mapping, known []mapping, addr uint64) (ok bool) {
 	if addr >= m.base && addr < m.end {
 		return true
@@ -168,13 +169,13 @@ func follow(p driver.Pair, source, target uint64) bool {
 	return uint64(p.From)+p.Len == source && uint64(p.To)+p.Len == target
 }
 
-// drain is somebody who waits until so many batches have ended.
+// drain is one wait until so many batches of a queue have ended.
 type drain struct {
 	until int
 	ended chan struct{}
 }
 
-// drained tells those whose batches have ended; mu is held.
+// drained ends the waits whose batches have ended; mu is held.
 func (q *queue) drained() {
 	for len(q.drains) > 0 && q.ended >= q.drains[0].until {
 		close(q.drains[0].ended)
@@ -182,7 +183,7 @@ func (q *queue) drained() {
 	}
 }
 
-// drain waits until what the driver has of a direction has ended, not for what it gets meanwhile.
+// drain waits until the copies of a direction that the driver has now have ended. It does not wait for copies that the driver gets later.
 func (d *Device) drain(dir Direction) error {
 	q := d.queue(dir)
 	if q == nil {

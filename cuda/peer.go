@@ -72,9 +72,9 @@ func (e *RefusedError) Error() string {
 
 func (e *RefusedError) Unwrap() error { return e.Err }
 
-// Open opens an allocation that the peer's Share has told, with the file that came beside it if it has no
-// Handle; the caller closes that. What is open already stays so. The allocation is told by the peer and believed in
-// nothing but this: what is read from it is the peer's.
+// Open opens an allocation of the peer's Share. If it has no Handle, file is the file that came beside it; the caller
+// closes the file. An allocation that is open already stays open. Open believes nothing that the peer says of the
+// allocation. So only the bytes that are read from it depend on the peer's word.
 func (p *Peer) Open(a Allocation, file *os.File) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -112,12 +112,12 @@ func (p *Peer) Open(a Allocation, file *os.File) error {
 	return nil
 }
 
-// search is the place of an address among what is open, or where it would be; the device's mu is held.
+// search is the index of an address among the open allocations, or the index that it would have; the device's mu is held.
 func (p *Peer) search(addr uint64) (i int, found bool) {
 	return slices.BinarySearchFunc(p.opened, addr, func(o opened, at uint64) int { return cmp.Compare(o.Addr, at) })
 }
 
-// place looks whether the allocation can be opened beside the others; done: it is open already.
+// place says why the allocation cannot be opened beside those that are open; done says that it is open already.
 func (p *Peer) place(a Allocation, file *os.File) (done bool, err error) {
 	switch {
 	case a.Bytes == 0 || a.Addr+a.Bytes < a.Addr:
@@ -171,14 +171,14 @@ func (p *Peer) reason(a Allocation, e *Error) string {
 	return "CUDA does not open it"
 }
 
-// visible says whether a device is visible in this process. If that cannot be known it says yes.
+// visible says whether a device is visible in this process. If it cannot find that out, it says yes.
 func (d *Device) visible(uuid string) bool {
 	all, err := Devices()
 	return err != nil || slices.ContainsFunc(all, func(i Info) bool { return i.UUID == uuid })
 }
 
-// addForeign takes what was opened; mu is held. Two peers of one process may have the same allocation open: then
-// CUDA gives the same address twice, and counts.
+// addForeign adds a mapping that was opened; mu is held. If two peers of one process have the same allocation open,
+// CUDA gives the same address twice, and counts how often.
 func (d *Device) addForeign(m mapping) {
 	all := *d.foreign.Load()
 	i, found := slices.BinarySearchFunc(all, m.base, func(m mapping, base uint64) int { return cmp.Compare(m.base, base) })
@@ -204,8 +204,8 @@ func (d *Device) updateForeign() {
 	d.foreign.Store(&all)
 }
 
-// here are runs of the peer's memory by the addresses that they have here, and what lies there. A run over several allocations becomes
-// several.
+// here translates runs of the peer's memory to the addresses that they have in this process, and returns what lies there. A run that
+// lies in several allocations becomes several runs.
 func (p *Peer) here(runs []Run) (all []Run, pieces []driver.Piece, err error) {
 	d := p.d
 	d.mu.Lock()
@@ -250,8 +250,8 @@ func (p *Peer) Opened() int {
 }
 
 // Close closes all that was opened. Copies that the device does not have yet end with ErrPeerClosed, and Close waits for
-// the others. When it has returned nil nothing of the peer's memory is used here, and it may be given back there. Then the peer's
-// memory may be opened anew. If the device does not end a copy the error is ErrStuck, and the memory stays open.
+// the others. When Close has returned nil, this process uses nothing of the peer's memory: the peer may free it, and Open may open
+// memory of the peer anew. If the device does not end a copy, the error is ErrStuck, and the memory stays open.
 func (p *Peer) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -17,36 +17,36 @@ import (
 // calls wait, and the transport with them.
 const mostQueued = 512
 
-// queue is one direction's way into the driver: a stream of our own.
+// queue gives the driver the copies of one direction, on a stream of kvconn's own.
 type queue struct {
 	d   *Device
 	dir Direction
 	drv *driver.Queue
 
 	mu      sync.Mutex
-	pending []*job  // jobs of which the driver does not have all copies
-	batches []batch // that the driver has, the oldest first
+	pending []*job  // jobs that the driver does not have all copies of
+	batches []batch // batches that the driver has, the oldest first
 	number  int     // of the next batch's event
 	copies  int     // in all batches
-	lost    []*job  // that the driver may have, without an event
+	lost    []*job  // jobs that the driver may have, without an event
 	over    error
 	stopped bool
-	more    sync.Cond // batches has more, or it is over
+	more    sync.Cond // told when batches has more, or the queue is over
 
-	ended int         // batches
-	seen  int         // of them, at the last look
-	still int         // looks since without any
-	watch *time.Timer // while the driver has batches; see look
+	ended int         // how many batches have ended
+	seen  int         // how many had ended at the last look
+	still int         // how many looks since then have seen no further one
+	watch *time.Timer // runs while the driver has batches; see look
 
-	told    []*job // that have ended and whose Done is to be called
+	told    []*job // jobs that have ended and whose Done is to be called
 	telling sync.Cond
 	silent  bool // tell has ended
 
-	drains []drain // what waits for batches to end
+	drains []drain // the waits for batches to end, the earliest first
 
 	runs  [driver.MostRuns]Run // of the batch that is being made
-	pairs []driver.Pair        // the same FromPeer
-	far   bool                 // some of it is memory of another GPU
+	pairs []driver.Pair        // in place of runs, for FromPeer
+	far   bool                 // some of that batch is memory of another GPU
 }
 
 // batch is what the driver got in one call, with an event behind it.
@@ -91,7 +91,7 @@ func (q *queue) look() {
 	q.watch.Reset(q.d.o.StallTimeout / 2)
 }
 
-// end takes back what the driver does not have. The copies that the driver has end by their
+// end takes back the copies that the driver does not have. The copies that the driver has end by their
 // events or, if those do not come, with err.
 func (q *queue) end(err error) {
 	q.mu.Lock()
@@ -243,7 +243,7 @@ func find(known []mapping, addr uint64) (mapping, bool) {
 	return known[i], true
 }
 
-// settle ends a job of which the driver has nothing more; mu is held.
+// settle ends a job if the driver has no copy of it any more and gets none; mu is held.
 func (q *queue) settle(j *job) {
 	if !j.queued || j.out > 0 {
 		if fault.On("gpu-report-early") && j.queued {
@@ -293,7 +293,7 @@ func (q *queue) wait() {
 		err := q.drv.Copied(b.event)
 		if err != nil {
 			q.d.suspect(err)
-			if !isSticky(err) { // whether the copies have ended is not known, and never will be
+			if !isSticky(err) { // nobody knows whether the copies have ended, and nobody ever will
 				q.d.stall(err)
 				q.mu.Lock()
 				return
@@ -323,7 +323,7 @@ func (q *queue) wait() {
 }
 
 func (j *job) tell() {
-	defer safe.Recover("cuda done") // else no other Done would be called any more
+	defer safe.Recover("cuda done") // a Done that panics must not keep the others from being called
 	j.Done(j.t.wrap(j.err))
 }
 

@@ -18,13 +18,13 @@ type Region struct {
 
 	// Guarded by the device's mu; a Renewal replaces both.
 	pieces []driver.Memory
-	was    []driver.Piece // what Check asks for: an address of each piece, and what lay there
+	was    []driver.Piece // an address of each piece, and the ids that lay there when it was registered: Check compares them
 }
 
 // mapping is a piece of device memory that copies may not leave.
 type mapping struct {
 	base, end, id, block uint64
-	far                  bool // a peer's, of another GPU
+	far                  bool // it is a peer's, on another GPU
 }
 
 // Register makes memory of the device known to it. The name is for errors.
@@ -91,15 +91,15 @@ func (r *Region) now() ([]driver.Memory, []driver.Piece) {
 	return r.pieces, r.was
 }
 
-// Close forgets the region: the device copies from and to it no more, unless another region
-// lies in the same allocation. Its transfers were fenced before.
+// Close forgets the region. From then on the device copies from it and to it only if another region
+// lies in the same allocation. The caller has fenced the region's transfers before.
 func (r *Region) Close() {
 	d := r.d
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if i := slices.Index(d.regions, r); i >= 0 {
 		d.regions = slices.Delete(d.regions, i, i+1)
-		u, _ := unionOf(d.regions, piecesOf(d.regions)) // fewer regions overlap no more than before
+		u, _ := unionOf(d.regions, piecesOf(d.regions)) // no error: without a region no further mappings overlap
 		d.setMappings(u)
 	}
 }
@@ -111,9 +111,9 @@ type union struct {
 	sample []driver.Piece // of pieces, for Moved
 }
 
-// unionOf finds what lies under regions, of which each has its pieces.
+// unionOf finds what lies under regions; of has the pieces of each region.
 func unionOf(regions []*Region, of [][]driver.Memory) (u union, err error) {
-	first := map[mapping]*Region{} // that lies in it
+	first := map[mapping]*Region{} // by mapping: the first region that lies in it
 	for k, r := range regions {
 		for _, p := range of[k] {
 			m := mapping{base: p.Base, end: p.Base + p.Size, id: p.ID, block: p.Block}
@@ -212,7 +212,7 @@ func (d *Device) regionAt(addr uint64) string {
 	return "unknown" // it was closed meanwhile
 }
 
-// check says of which region's memory one of the pieces is not the same any more.
+// check names a region that has other memory now than one of the pieces; nil: there is none.
 func (d *Device) check(pieces []driver.Piece, regionAt func(addr uint64) string) error {
 	if !d.enter() {
 		return d.over()

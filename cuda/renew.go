@@ -18,12 +18,12 @@ func (e *ChangedError) Error() string {
 		"repeat the request when the engine is awake; register a cache that was allocated anew with another agent", e.Region, e.Addr)
 }
 
-// mostSampled bounds what Moved asks for.
+// mostSampled bounds the mappings that Moved asks for.
 const mostSampled = 8
 
 // Moved says whether some of the regions' memory is not what was registered any more. It asks
-// for a few mappings only and so is cheap enough for each call of an engine: Check is what
-// transfers rely on. If the driver fails it says no.
+// for a few mappings only, and so is cheap enough for each call of an engine. Transfers rely on
+// Check instead. If the driver fails, Moved says no.
 func (d *Device) Moved() bool {
 	d.mu.Lock()
 	sample := d.sample
@@ -36,18 +36,18 @@ func (d *Device) Moved() bool {
 	return err == nil && same < len(sample)
 }
 
-// Renewal is memory that lies under a device's regions in the place of what was registered.
+// Renewal is the memory that lies under a device's regions now, in place of what was registered.
 type Renewal struct {
 	d     *Device
 	epoch uint64 // of the device, when the memory was looked at
 	found [][]driver.Memory
-	was   [][]driver.Piece // of found, as of Region
+	was   [][]driver.Piece // of found, like Region.was
 	union
 }
 
 // Look finds the memory that lies under the regions now: an engine that has slept has other memory at the
-// same addresses. It asks the driver for each mapping, which takes milliseconds. Memory that was not mapped
-// by handles, or is mapped in other pieces, is refused: at its address may lie something else than a cache.
+// same addresses. It asks the driver for each mapping, which takes milliseconds. It refuses memory that was not
+// mapped by handles, or is mapped in other pieces, since this may be something else than a cache.
 func (d *Device) Look() (*Renewal, error) {
 	if !d.enter() {
 		return nil, d.over()
@@ -76,7 +76,7 @@ func (d *Device) Look() (*Renewal, error) {
 	return n, err
 }
 
-// Takes is how often a Renewal was taken.
+// Takes is how often Take has taken a Renewal.
 func (d *Device) Takes() uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -90,9 +90,9 @@ func (n *Renewal) Current() bool {
 	return n.d.epoch == n.epoch
 }
 
-// Take takes the memory for what was registered, if it is Current. It asks the driver for nothing. The caller
-// knows that no transfer of before is under way. If the memory has become another since Look, a check will
-// say so.
+// Take makes the Renewal's memory what is registered, if the Renewal is Current. It asks the driver for nothing.
+// The caller makes sure that no transfer in the old memory is under way. If the memory has changed since Look, a
+// later check says so.
 func (n *Renewal) Take() {
 	d := n.d
 	d.mu.Lock()
@@ -107,13 +107,13 @@ func (n *Renewal) Take() {
 	d.takes++
 }
 
-// follows says whether memory may stand in the place of what lay there.
+// follows says whether memory may take the place of what was registered at its address.
 func follows(now, was driver.Memory) bool {
 	same := now.ID == was.ID && now.Block == was.Block
 	return now.Base == was.Base && now.Size == was.Size && now.Device == was.Device && now.Kind == was.Kind && now.RDMA == was.RDMA && (same || now.Kind == driver.VMM)
 }
 
-// under are the mappings that runs lie in, or the first address that lies in none.
+// under returns the mappings that runs lie in. If an address lies in no mapping, it returns the first such address.
 func under(known []mapping, runs []Run) (pieces []driver.Piece, missing uint64) {
 	for _, r := range runs {
 		addr, end := uint64(r.Addr), uint64(r.Addr)+r.Len

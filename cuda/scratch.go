@@ -93,7 +93,7 @@ func (s *Scratch) moveSome(ctx context.Context, dir Direction, offset uint64, b 
 	return err
 }
 
-// Close gives the memory back. Nothing reaches it any more.
+// Close gives the memory back. The caller makes sure that no card reaches it any more.
 func (s *Scratch) Close() error {
 	if s.region != nil {
 		s.region.Close()
@@ -105,7 +105,7 @@ func (s *Scratch) Close() error {
 	return s.d.drv.Free(s.at)
 }
 
-// ExportRange gives memory of the device as Region.Export does. The name is for errors.
+// ExportRange exports memory of the device as Region.Export does. The name is for errors.
 func (d *Device) ExportRange(name string, addr, bytes uint64) (file *os.File, offset uint64, err error) {
 	r, err := d.Register(name, uintptr(addr), bytes)
 	if err != nil {

@@ -11,11 +11,11 @@ import (
 // Allocation is memory of a process as another process of its host can open it: a whole allocation, or
 // one mapping of memory that was mapped by handles.
 type Allocation struct {
-	ID, Block uint64 // the owner's process never has the two of them twice
+	ID, Block uint64 // the owner's process never has the same pair of them twice
 	Addr      uint64 // in the owner's process
 	Bytes     uint64
 	Device    string // its UUID
-	Region    string // the first one that lies in it, for errors
+	Region    string // the first region that lies in it, for errors
 	Handle    []byte // an IPC handle; nil: the memory is opened by a file, Shared.File
 }
 
@@ -31,8 +31,9 @@ type Shared struct {
 	pieces []driver.Piece
 }
 
-// Share gives what another process of this host needs to read the regions. It gets the whole allocations
-// that they lie in, and CUDA lets it write there too: so only a process that is trusted like this one may have it.
+// Share returns what another process of this host needs to read the regions. That process gets the whole
+// allocations that the regions lie in, and CUDA lets it write there too. So only a process that is trusted like this
+// one may have it.
 func (d *Device) Share() (*Shared, error) {
 	if !d.enter() {
 		return nil, d.over()
@@ -102,9 +103,9 @@ func (s *Shared) File(i int) (*os.File, error) {
 	return file, nil
 }
 
-// Check says whether all that was shared is still the memory of that time. The owner asks when
-// another process has read, and before that process counts what it has read: if it is the same memory now, it was so all
-// the time. Memory that is there anew has another ID, so the same addresses do not deceive. It costs some 0.2 µs for each allocation.
+// Check returns an error if any memory that was shared is not the same any more. The owner calls it after
+// another process has read, and before that process counts what it has read. If the memory is the same now, it was the same all
+// the time, since new memory at the same addresses has another ID. Check takes some 0.2 µs for each allocation.
 func (s *Shared) Check() error {
 	if fault.On("gpu-shared-check") {
 		return nil

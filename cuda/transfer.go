@@ -20,7 +20,7 @@ var ErrStuck = errors.New("a copy has not ended, and may yet read or land: the b
 // Run is a piece of the device's memory.
 type Run = driver.Run
 
-// Copy is an order to copy between device memory and a slot, or from a peer's memory to the device's.
+// Copy says what to copy: between device memory and a slot, or from a peer's memory to the device's.
 type Copy struct {
 	Slot *Slot       // none for FromPeer
 	At   int         // the first byte in the slot
@@ -42,8 +42,8 @@ type Transfer struct {
 	idle   chan struct{} // closed when the last copy of a fenced transfer has ended
 }
 
-// Transfer begins one. It needs no end. But if memory that it copies is given back early, a
-// Fence comes first.
+// Transfer begins a Transfer. Nobody need end it. But before a caller gives back memory that a copy may
+// still use, it calls Fence.
 func (d *Device) Transfer(name string, dir Direction) *Transfer {
 	return &Transfer{d: d, name: name, dir: dir}
 }
@@ -53,19 +53,19 @@ type job struct {
 	Copy
 	t      *Transfer
 	under  []driver.Piece // the memory that it was begun in
-	own    int            // of under, those that are not the peer's
-	next   int            // run to queue
-	off    uint64         // bytes of it that are queued
-	at     int            // of the slot
-	nextTo int            // as next and off, of To
+	own    int            // how many of under are not the peer's
+	next   int            // the next run to queue
+	off    uint64         // how many bytes of that run are queued
+	at     int            // the next byte of the slot
+	nextTo int            // nextTo and offTo are like next and off, for To
 	offTo  uint64
-	out    int  // batches in the driver
-	queued bool // all has been given to the driver, or never will be
+	out    int  // how many batches of it the driver has
+	queued bool // the driver has got all of it, or gets no more of it
 	ended  bool
 	err    error
 }
 
-// Start gives a copy to the device. What must be done before it, on streams of the engine's, is done.
+// Start gives a copy to the device. If the copy must come after work on an engine's streams, the caller has waited for that work.
 func (t *Transfer) Start(c Copy) {
 	j, err := t.ready(c)
 	if err != nil {
@@ -75,7 +75,7 @@ func (t *Transfer) Start(c Copy) {
 	t.begin(j)
 }
 
-// ready checks a copy. From now on it belongs to the memory that lies under it now.
+// ready checks a copy, and notes the memory that lies under it now: the copy is good only in this memory.
 func (t *Transfer) ready(c Copy) (*job, error) {
 	j := &job{Copy: c, t: t, at: c.At}
 	err := t.check(j)

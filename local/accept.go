@@ -129,7 +129,7 @@ func (s *sender) greet(conn *net.UnixConn) (ol *outLink, err error) {
 
 var errAsBefore = errors.New("as before")
 
-// noted marks the error of a meeting that is the same as the one of the peer's last meeting.
+// noted wraps errAsBefore around the error of a meeting if the peer's last meeting had the same error.
 func (s *sender) noted(tk *taker, err error) error {
 	if tk == nil {
 		return err
@@ -147,7 +147,7 @@ func (s *sender) noted(tk *taker, err error) error {
 func (s *sender) refuse(conn *net.UnixConn, why error) {
 	var r refusal
 	if errors.As(why, &r) {
-		_, _ = conn.Write((&welcome{refused: r}).bytes()) // if this fails, the peer learns less by the end of the socket
+		_, _ = conn.Write((&welcome{refused: r}).bytes()) // if this fails, D sees only that the socket ends
 	}
 }
 
@@ -207,8 +207,8 @@ func (s *sender) meet(ol *outLink, h hello) error {
 	}
 }
 
-// admit takes a D agent that has proved itself out of the strangers, so that none of them takes its place while it opens memories. It has one
-// such socket: the newest.
+// admit takes the socket of a D agent that has proved itself out of the list of strangers, so that no stranger takes its place while the
+// agent opens memories. An agent keeps one such socket, the newest.
 func (s *sender) admit(ol *outLink) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -226,7 +226,7 @@ func (s *sender) admit(ol *outLink) error {
 	return nil
 }
 
-// met is the end of a meeting.
+// met notes that a D agent's meeting on this socket has ended.
 func (s *sender) met(ol *outLink) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -269,8 +269,8 @@ func (c *copier) look(b *batch) error {
 	return nil
 }
 
-// whose says on which side the memory is that the kernel has not read, or written. A
-// byte of P's is read to find out.
+// whose says on which side the memory is that the kernel could not read or write. It reads one byte
+// of P's memory to find that out.
 func (c *copier) whose(b *batch, done uint64, from cursor, into []iovec) error {
 	at := from.cut(nil, 1)
 	if n, errno := c.t.kernel.readv(b.pid, []iovec{{uintptr(unsafe.Pointer(&c.passed)), 1}}, at); n != 1 || errno != 0 {
@@ -283,7 +283,7 @@ func (c *copier) whose(b *batch, done uint64, from cursor, into []iovec) error {
 	return hostmem.Fault(c.t.layout.Regions, list, true, syscall.EFAULT)
 }
 
-// copied takes the end of a copy.
+// copied notes that a copy has ended.
 func (r *receiver) copied(b *batch, n uint64, err error) {
 	in, src := b.in, b.in.source
 	r.mu.Lock()
@@ -334,7 +334,8 @@ func (r *receiver) copied(b *batch, n uint64, err error) {
 	}
 }
 
-// breaks is broken for those who must not wait: the transfer's other copies may never end.
+// breaks calls broken for callers that must not wait. If other copies of the transfer are under way, broken waits for them, maybe
+// for ever: then breaks calls it on a goroutine.
 func (r *receiver) breaks(in *inbound, err error) {
 	r.mu.Lock()
 	waits := r.halt(in) != nil

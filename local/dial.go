@@ -13,8 +13,8 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// source is one connection to a P agent, or the attempt. When it has ended, the next one is
-// another source.
+// source is one connection to a P agent, or the attempt to make one. When it has ended, the next
+// connection is another source.
 type source struct {
 	r        *receiver
 	id       core.AgentID
@@ -27,19 +27,19 @@ type source struct {
 	settle   func()
 
 	// Guarded by receiver.mu.
-	tries  int // before this one, none of which came up
+	tries  int // the attempts before this one that made no connection
 	state  sourceState
 	err    error // why it is down
 	ended  time.Time
-	anew   bool          // P has said that it is to be met anew
-	again  int           // it is met anew, so often without redialAfter between: transfers that begin meanwhile wait for that
+	anew   bool          // P has asked D to meet it anew
+	again  int           // how often D has met P anew without redialAfter between; if not 0, transfers that begin meanwhile wait for that
 	begun  time.Time     // when it was dialled
-	left   func()        // Close waits no longer for its reader
+	left   func()        // from this call on Close does not wait for its reader
 	link   *link         // nil: there was none
-	owed   int           // runs that D has done with, and has given no credit for
-	unpaid int           // runs that P has said beyond the credit that was given
+	owed   int           // runs that D has copied, and has not given P credit for yet
+	unpaid int           // runs that P has said beyond the credit that D gave
 	flying int           // copies under way, without those that hang
-	quiet  chan struct{} // closed when none is
+	quiet  chan struct{} // closed when no copy is under way
 	ways   used          // see How
 
 	reaches reaches // made by the meeting
@@ -53,12 +53,12 @@ const (
 	sourceDown
 )
 
-// mostAgain is how often an agent that asks for it is met anew without redialAfter between: else it might ask for ever. An engine
-// sleeps and wakes less often.
+// mostAgain is how often D meets an agent anew that asks for it, without redialAfter between. Without this bound the agent could ask for
+// ever. An engine sleeps and wakes less often than that.
 const mostAgain = 8
 
-// redialAfter is the least time from the end of a link to the next attempt, which a transfer causes
-// that goes another way meanwhile. After each attempt in vain it is doubled, as often as mostDoubled.
+// redialAfter is the least time from the end of a link to the next attempt. A transfer causes the attempt,
+// and itself goes another way. Each attempt that fails doubles this time, at most mostDoubled times.
 const (
 	redialAfter = time.Second
 	mostDoubled = 6
@@ -98,7 +98,7 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 
 var errRenewed = errors.New("the prefill agent has been met anew")
 
-// dial makes a source the one of its agent; r.mu is held.
+// dial makes a source the current one of its agent, and starts it; r.mu is held.
 func (r *receiver) dial(src *source) {
 	src.r, src.begun = r, time.Now()
 	src.ctx, src.cancel = context.WithCancelCause(r.t.ctx)

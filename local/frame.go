@@ -6,16 +6,16 @@ import (
 	"strings"
 )
 
-// After the meeting both sides say frames: a header, and length bytes.
+// After the meeting both sides send frames: a header, and length bytes.
 //
-//	P: runs    so much of a transfer lies there in P's memory
-//	D: credit  D has done with so many runs, of whatever transfer
-//	D: done    D has copied all of a transfer. Has P kept it? D asks where it has no proof (gate.go)
-//	P: kept    yes, and P will not call the transfer good before D has
+//	P: runs    these bytes of a transfer lie here in P's memory
+//	D: credit  D has done with so many runs, of any transfers
+//	D: done    D has copied all of a transfer. Has P kept it? D asks only if it has no proof (gate.go)
+//	P: kept    P has kept it, and will not call the transfer good before D has
 //	D: taken   D has reported it
 //	P: stop    D is to end its copy
-//	P: anew    P's memory is another now: this link ends, and D is to meet P anew
-//	D: over    D copies nothing of the transfer any more: not expected, failed, or stopped
+//	P: anew    P's memory has changed: this link ends, and D is to meet P anew
+//	D: over    D copies nothing of the transfer any more: it is not expected, has failed, or was stopped
 type kind uint32
 
 const (
@@ -35,8 +35,8 @@ const (
 	runSize    = 16
 	overSize   = 16 // before the text of an over
 
-	// maxRuns bounds the runs of one frame, window those that P has said and D has not done
-	// with. They bound what a peer makes D keep in memory.
+	// maxRuns bounds the runs of one frame. window bounds the runs that P has said and that D has not done
+	// with. So both bound how much memory a peer makes D use.
 	maxRuns = 1024
 	window  = 8192
 
@@ -169,7 +169,7 @@ const (
 	overStopped    cause = 4 // as P asked
 )
 
-// ending is the content of an over.
+// ending is the content of a frame of kind over.
 type ending struct {
 	cause   cause
 	address uint64

@@ -11,21 +11,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A gate is a page of P's for each write. While P keeps the blocks the page's first word is a number
-// that no other write has had. D reads the word behind the blocks: last in each call of process_vm_readv, which
-// reads in order, or by a call of its own after a copy out of a mapping. If D finds the number, P had the blocks when D
-// read them, and D need not ask. If it is another, or cannot be read, D throws away what it has copied.
+// A gate is a page of P's for each write. While P keeps the blocks, the page's first word is a number
+// that no other write has had. D reads this word after the blocks: as the last part of each call of process_vm_readv,
+// which reads in order, or by a call of its own after a copy out of a mapping. If D finds the number, P had the blocks when
+// D read them, and D need not ask P. If D finds another number, or cannot read it, D throws away what it has copied.
 //
-// D also reads a byte of the page first in each call that copies blocks, and the kernel stops a call at the first byte
-// that it may not read. So when P has closed the gate, mostly no such call of D's that begins copies anything, even if D has
-// not heard of it. That only spares work: the kernel may lack a mapping for a closed page, and a mapped copy has no such byte.
+// Each call that copies blocks also reads a byte of the page first, and the kernel ends a call at the first byte that it may
+// not read. So once P has closed the gate, a call of D's that begins mostly copies nothing, even if D has not heard that P
+// has closed it. This only spares work: the kernel may lack a mapping for a closed page, and a mapped copy has no such byte.
 type gate struct {
 	address uint64
 	area    *gateArea
 	closed  bool
 }
 
-// word is where a gate's number is.
+// word is the place of a gate's number.
 func (one *gate) word() *uint64 { return (*uint64)(unsafe.Pointer(&one.area.mem[one.offset()])) }
 
 func (one *gate) offset() int {
@@ -38,14 +38,14 @@ type gateArea struct {
 	lost bool // a gate of it stays closed for ever: D may still try to read there
 }
 
-// gates keeps those that no write uses.
+// gates keeps the gates that no write uses.
 type gates struct {
 	mu    sync.Mutex
 	areas []*gateArea
 	free  []*gate
 	lost  int
-	freed bool   // Close has given all back: no gate's page is there any more
-	last  uint64 // number that was given, from a random one on: another process with P's process number has none of them
+	freed bool   // Close has given all memory back: no gate's page is there any more
+	last  uint64 // the last number given; the first is random, so a process that gets P's process number has none of them
 }
 
 const (
@@ -88,7 +88,7 @@ func (g *gates) take() (*gate, uint64, error) {
 	return one, g.last, nil
 }
 
-// close takes the number away, and has the kernel refuse each call that begins with this gate.
+// close takes the gate's number away, and has the kernel refuse each call of D's that begins with this gate.
 func (g *gates) close(one *gate) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -96,7 +96,7 @@ func (g *gates) close(one *gate) {
 		return
 	}
 	atomic.StoreUint64(one.word(), 0)
-	one.closed = one.protect(unix.PROT_NONE) == nil // else the kernel has no room for one more mapping
+	one.closed = one.protect(unix.PROT_NONE) == nil // false if the kernel has no room for one more mapping
 }
 
 func (one *gate) protect(prot int) error {
@@ -104,7 +104,7 @@ func (one *gate) protect(prot int) error {
 	return unix.Mprotect(one.area.mem[from:from+os.Getpagesize()], prot)
 }
 
-// give takes a gate back that D reads no more.
+// give takes back a gate that D does not read any more.
 func (g *gates) give(one *gate) {
 	if one == nil {
 		return
@@ -123,9 +123,9 @@ func (g *gates) give(one *gate) {
 	g.free = append(g.free, one)
 }
 
-// lose leaves a gate closed, since D has not said that it reads no more. If too many are lost, the
-// gate is given back nevertheless: D throws away a copy that it begins late, since the number is
-// another then, and since P does not call it kept.
+// lose leaves a gate closed, because D has not said that it does not read it any more. If too many gates are
+// lost, lose gives this one back nevertheless. If D then begins a copy late, D throws the copy away, since it
+// finds another number, or since P does not say that it has kept the blocks.
 func (g *gates) lose(one *gate) {
 	if one == nil {
 		return
@@ -143,7 +143,7 @@ func (g *gates) lose(one *gate) {
 	}
 }
 
-// freeAll gives the memory back. What follows at the addresses of a lost gate could be read.
+// freeAll gives the memory back, except for areas with a lost gate: D could read what would lie at that gate's address next.
 func (g *gates) freeAll() {
 	g.mu.Lock()
 	defer g.mu.Unlock()

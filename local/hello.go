@@ -21,9 +21,9 @@ import (
 //	D: answer   which of them D has opened, and why not the others
 //	P: verdict  the socket is D's, or what D has opened will not do
 //
-// The proofs are of all that was said on the socket, so none is worth anything on another one.
-// Somebody who listens at a dead agent's name has no proof, and hears none before it gives one. If
-// the kernel does not let D read, D claims that instead; P may then let this one process read, and
+// A proof covers all that was said on the socket, so it is of no use on another socket.
+// If somebody else listens at a dead agent's name, he cannot give a proof, and D gives none before it has P's. If
+// the kernel does not let D read, D claims that instead. Then P may let this one process read, and
 // D tries once more. If all of P's regions are in memories that D may open, D need not read P's process.
 
 // random is 128 random bits: a ticket, a grant, a nonce.
@@ -46,7 +46,7 @@ func (k random) name() random { return k.derive("name") }
 
 func (k random) equals(other random) bool { return hmac.Equal(k[:], other[:]) }
 
-// magic begins each side's first words: "KL" and the version of the protocol.
+// magic begins each side's first message: "KL" and the version of the protocol.
 const magic = uint32('K')<<24 | uint32('L')<<16 | 2
 
 const (
@@ -56,12 +56,12 @@ const (
 	verdictSize = 4 + 4
 )
 
-// refusal is why P does not welcome a socket; 0: it does.
+// refusal is why P refuses a socket; 0: P welcomes it.
 type refusal uint32
 
 const (
-	refusedTicket refusal = 1 // P does not know it, or not any more
-	refusedUser   refusal = 2 // D's process is another user's
+	refusedTicket refusal = 1 // P does not know the ticket, or does not know it any more
+	refusedUser   refusal = 2 // D's process belongs to another user than P's
 	refusedFull   refusal = 3
 )
 
@@ -93,7 +93,7 @@ const (
 	verdictReady  verdict = 1 // to a D that has read nothing: all of P's regions are in memory that D may open
 	verdictWrong  verdict = 2 // the claim or its proof is wrong
 	verdictAgain  verdict = 3 // P has let D's process read: try again
-	verdictBarred verdict = 4 // P cannot: its errno, or of whom else it lets read
+	verdictBarred verdict = 4 // P cannot let D's process read; the value is an errno, or 0
 	verdictTaken  verdict = 5 // P lets another process read, and the kernel has room for one; the value is its id
 )
 

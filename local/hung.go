@@ -14,19 +14,19 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// The kernel may not end a copy out of P's process: before it can read a page of P's, another program may have to bring it (a
-// file system in user space, a network's, userfaultfd), and that program may stand. Such a copy may land for ever, so nobody hears
-// of an end of its transfer until the kernel ends it. But everything else goes on: other transfers, the end of the link, and Close.
-// The same holds for a look at the gate that P has named (look in copy.go).
+// The kernel may not end a copy out of P's process. Before it can read a page of P's, another program may have to bring the page (a
+// file system in user space, a network's, userfaultfd), and that program may be stopped. The bytes of such a copy may land at any time.
+// So nobody hears of an end of the transfer until the kernel ends the copy. But everything else goes on: other transfers, the end of
+// the link, and Close. The same holds for a look at the gate that P has named (look in copy.go).
 
 var errHung = errors.New("the kernel has not ended a copy out of its memory: what brings that memory, a file system perhaps, does not answer")
 
 // stint is the time in which a goroutine copies a batch. Its fields are guarded by receiver.mu.
 type stint struct {
 	lasts  time.Duration
-	hung   bool    // given up
-	reader *source // of which the reader copies; nil: a worker does
-	leave  func()  // Close waits no longer for the goroutine
+	hung   bool    // the copy was given up
+	reader *source // the source whose reader copies; nil: a worker copies
+	leave  func()  // from this call on Close does not wait for the goroutine
 }
 
 // watch notes a copy out of P's process that begins; r.mu is held.
@@ -38,13 +38,13 @@ func (r *receiver) watch(b *batch) {
 	}
 }
 
-// unwatch notes its end; r.mu is held.
+// unwatch notes that a copy has ended; r.mu is held.
 func (r *receiver) unwatch(b *batch) {
 	delete(r.copies, b)
 	r.rest()
 }
 
-// rest lets Close not wait for the next look; r.mu is held.
+// rest stops the looks if the receiver is closed and no copy is left, so that Close need not wait for the next look; r.mu is held.
 func (r *receiver) rest() {
 	if r.closed && len(r.copies) == 0 {
 		r.patrol.stop()
@@ -61,7 +61,7 @@ func (r *receiver) look() {
 		limit = r.t.cfg.CloseGrace
 	}
 	if r.t.places.any() {
-		limit *= 4 // of which a device may take some, which is bounded
+		limit *= 4 // devices may take a part of the time; how long they take is bounded elsewhere
 	}
 	r.patrol = nil
 	for b := range r.copies {
@@ -116,7 +116,8 @@ func (r *receiver) giveUp(b *batch) {
 	}
 }
 
-// wasHung takes the end of a copy that was given up. The goroutine that has copied has nothing to do any more.
+// wasHung notes the end of a copy, and says whether the copy was given up before. If it was, the goroutine that has copied has
+// nothing more to do.
 func (r *receiver) wasHung(b *batch, err error) bool {
 	r.mu.Lock()
 	if !b.on.hung {
@@ -158,14 +159,15 @@ func (r *receiver) wasHung(b *batch, err error) bool {
 	return true
 }
 
-// less counts one less of a peer.
+// less takes 1 from a peer's count.
 func less(of map[core.AgentID]int, peer core.AgentID) {
 	if of[peer]--; of[peer] == 0 {
 		delete(of, peer)
 	}
 }
 
-// hangs says whether the kernel has not ended what it does in P's memory, so the two do not meet again yet; r.mu is held.
+// hangs says whether the kernel still does something in P's memory that it does not end. While it does, the two do not meet again;
+// r.mu is held.
 func (r *receiver) hangs(peer core.AgentID) bool { return r.hung[peer]+r.unread[peer] > 0 }
 
 // after is what Close has to say of copies that hang. A value that is still being read is no copy: Close may meet one that has just
@@ -210,7 +212,7 @@ func (src *source) readRandom(ctx context.Context, pid int, address uint64) (rea
 	return read, syscall.ETIMEDOUT
 }
 
-// lost says of which agent's link an error is.
+// lost adds to an error of a link which agent the link is to.
 func (src *source) lost(err error) error {
 	return fmt.Errorf("local: prefill agent %s: %w: %w", src.id, core.ErrConnectionLost, err)
 }

@@ -22,7 +22,7 @@ type Report struct {
 	Who            string `json:"who"`  // may read a prefill engine's memory
 }
 
-// Inspect finds out what a transport would.
+// Inspect finds out, about this process and its host, what a transport would find out.
 func Inspect() Report { return inspect(linux{}) }
 
 func inspect(k kernel) (r Report) {
@@ -43,7 +43,7 @@ func inspect(k kernel) (r Report) {
 	return r
 }
 
-// listens tries a socket as a prefill agent's.
+// listens says why this process cannot listen on a unix socket, as a prefill agent does; nil: it can.
 func listens() error {
 	ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: "@" + newName(), Net: "unix"})
 	if err != nil {

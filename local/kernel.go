@@ -39,7 +39,8 @@ type kernel interface {
 	peer(fd int) (pidfd int, errno syscall.Errno)
 	// ended says whether the process of a pidfd has.
 	ended(pidfd uintptr) bool
-	// survives says whether a filter of system calls lets this process live if it makes a call: nil, or why not, or why that is not known.
+	// survives says whether a filter of system calls lets this process live if it makes a call. nil: it does. Else the error says why it
+	// does not, or why nobody knows.
 	survives(call uintptr) error
 }
 
@@ -91,8 +92,8 @@ type unreading struct{ kernel }
 
 func (unreading) readv(int, []iovec, []iovec) (uint64, syscall.Errno) { return 0, syscall.EPERM }
 
-// held keeps what the kernel is given the address of as a number where it is until release is called. Else it may lie
-// on a goroutine's stack, which moves.
+// held keeps memory at its address until release is called. This process gives the kernel that address as a number, and memory
+// that is not held may lie on a goroutine's stack, which moves.
 func held(p any) (release func()) {
 	pin := new(runtime.Pinner)
 	pin.Pin(p)
@@ -140,8 +141,8 @@ func mayRead(k kernel) syscall.Errno {
 	return errno
 }
 
-// readable says which region no other process could read: the kernel does not copy memory that is a driver's pages, as
-// pinned memory of some is, though this process reads it like any other. Then each transfer would fail.
+// readable returns an error that names a region which no other process could read, so that each transfer would fail. The kernel
+// does not copy memory that consists of a driver's pages, as some drivers' pinned memory does, though this process itself can read it.
 func (t *Transport) readable() error {
 	if t.blind != nil {
 		return nil // the reason is told where it counts
@@ -163,7 +164,7 @@ func (t *Transport) readable() error {
 	return nil
 }
 
-// readByte reads a byte of this process as others do.
+// readByte reads a byte of this process by process_vm_readv, as another process would.
 func readByte(k kernel, address uint64) syscall.Errno {
 	into := new([1]byte)
 	defer held(into)()

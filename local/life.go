@@ -9,10 +9,10 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// A peer's socket may outlive its process, in a child, and its number may be another process's then. So each link has the process
-// itself (a pidfd), from before the two prove themselves to the link's end.
+// A peer's socket may outlive the peer's process, in a child, and another process may then have the process's number. So each link
+// has a handle on the process itself (a pidfd), from before the two prove themselves to the link's end.
 
-// givesPeers says whether the kernel gives pidfds of peers, of this process as its own one.
+// givesPeers says whether the kernel gives pidfds of peers. It asks for that of this process.
 func givesPeers(k kernel) bool {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -37,7 +37,7 @@ func openPidfd(k kernel, pid int) (int, error) {
 
 func (l *link) dead() error { return fmt.Errorf("%w (process %d)", errDead, l.pid) }
 
-// lives is an error if the peer's process has ended: then its number may be another one's by now.
+// lives returns an error if the peer's process has ended: another process may have its number by now.
 func (l *link) lives() (err error) {
 	if l.life == nil || fault.On("local-unlooked-end") {
 		return nil

@@ -28,14 +28,14 @@ type link struct {
 	in   *bufio.Reader
 	// more, if set, appends frames that are made only when they are written.
 	more func(b []byte) []byte
-	// broke is told of an error of a write, by a goroutine.
+	// broke is called with the error of a write, on a goroutine.
 	broke func(err error)
 
 	mu      sync.Mutex
 	queue   []byte
 	writing bool
-	again   bool  // there may be more since the writer looked
-	err     error // why this side ends it
+	again   bool  // there may be more to write since the writer looked
+	err     error // why this side ends the link
 }
 
 const (
@@ -261,7 +261,7 @@ func send(fd uintptr, b []byte) (int, error) {
 // write writes all, and waits for a peer that reads slowly.
 func (l *link) write(b []byte) error {
 	still := time.Duration(0)
-	defer l.conn.SetWriteDeadline(time.Time{}) // try must not find one that is over
+	defer l.conn.SetWriteDeadline(time.Time{}) // try must not find a deadline that is over
 	for len(b) > 0 {
 		l.conn.SetWriteDeadline(time.Now().Add(step))
 		var n int
@@ -347,7 +347,7 @@ func (t *Transport) after(d time.Duration, name string, f func()) *delayed {
 	return w
 }
 
-// stop may be called for none, and again.
+// stop ends the wait. It may be called on a nil *delayed, and again.
 func (w *delayed) stop() {
 	if w == nil {
 		return

@@ -14,13 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Memory of P's may be such that another process can open it: then D needs no leave to read P's
-// process. After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
+// If another process can open some of P's memory, D needs no leave to read P's process for that memory.
+// After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
 // D opens all memories of one space in one way, and a frame names the space that its runs lie in.
 // Addresses in runs stay those of P's process. D answers for each memory whether it has opened it.
-// What it has not opened belongs to processMemory, if D may read that and P allows it.
+// Memory that D has not opened belongs to processMemory, if D may read P's process and P allows it.
 
-// memoryKind is the way in which a memory is opened.
+// memoryKind is the way in which D opens a memory.
 type memoryKind uint32
 
 // memoryFile is a memory file of the kernel (memfd_create), whose descriptor comes with it. Its handle is the
@@ -88,7 +88,7 @@ func sayMemories(conn *net.UnixConn, list []memory) error {
 	return nil
 }
 
-// say is one message, so that the descriptor comes with the first byte.
+// say sends D a memory, in one message, so that the descriptor comes with the first byte.
 func (m *memory) say(conn *net.UnixConn) error {
 	var rights []byte
 	if m.open != nil {
@@ -186,7 +186,7 @@ func receive(conn *net.UnixConn, b []byte) (file *os.File, err error) {
 
 var errDescriptors = errors.New("it has sent several descriptors at once, or this process can have no more")
 
-// descriptors are those of a control message, all of which this process has now.
+// descriptors returns the descriptors of a control message. This process has all of them now, and must close them.
 func descriptors(control []byte) (fds []int) {
 	list, err := unix.ParseSocketControlMessage(control)
 	if err != nil {
@@ -260,7 +260,7 @@ func spacesOf(list []memory) (all spaces, err error) {
 	return all[:k], nil
 }
 
-// at says which space an address is of, and where that ends.
+// at returns the space that an address lies in, and the address at which that space, or the gap between two spaces, ends.
 func (all spaces) at(address uint64) (space uint32, end uint64) {
 	i, found := slices.BinarySearchFunc(all, address, func(s stretchOf, a uint64) int { return cmp.Compare(s.base, a) })
 	if !found {

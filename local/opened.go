@@ -29,12 +29,12 @@ type opened struct {
 	peers []*cuda.Peer // by this process's devices
 }
 
-// opens makes one of nothing.
+// opens makes an opened that has nothing open yet.
 func (t *Transport) opens(p prefill) (reach, error) {
 	if !t.places.any() {
 		return nil, errors.New("it lies on a GPU, and no region of this agent does, so that this process starts no CUDA driver")
 	}
-	namespace, _ := strconv.ParseUint(p.pids, 10, 64) // what P says of itself counts for an error's text alone
+	namespace, _ := strconv.ParseUint(p.pids, 10, 64) // P says this of itself: it is used only in texts of errors
 	o := &opened{t: t}
 	for _, d := range t.places.devices {
 		o.peers = append(o.peers, d.Peer("prefill agent "+string(p.id), cuda.Process{ID: p.pid, Namespace: namespace}))
@@ -42,7 +42,7 @@ func (t *Transport) opens(p prefill) (reach, error) {
 	return o, nil
 }
 
-// lacks is memory that P cannot share.
+// lacks is the reach of memory that P cannot share: D can open none of it.
 type lacks struct{}
 
 func (lacks) open(m *memory, _ *os.File) error {
@@ -74,8 +74,8 @@ func (o *opened) close() {
 	}
 }
 
-// copy implements reach. P's gate is not looked at: what is read too late is thrown away, since P does not
-// say that it has kept it.
+// copy implements reach. It does not look at P's gate. If it reads blocks too late, P does not say that it has
+// kept them, and D throws the bytes away.
 func (o *opened) copy(c *copier, b *batch) (done uint64, err error) {
 	from := cursor{b.runs, b.off}
 	for done < b.bytes {
@@ -154,7 +154,7 @@ func (t *Transport) await(tr *cuda.Transfer, one cuda.Copy) error {
 	return err
 }
 
-// spread copies bytes to the blocks of c.into. An engine may have given them back.
+// spread copies bytes to the blocks of c.into. The engine may have freed the blocks' memory: then spread returns an error.
 func (c *copier) spread(bytes []byte) (err error) {
 	was := debug.SetPanicOnFault(true)
 	defer debug.SetPanicOnFault(was)
@@ -181,8 +181,8 @@ func (c *copier) unwritable() error {
 	return hostmem.Fault(c.t.layout.Regions, list, true, syscall.EFAULT)
 }
 
-// stage copies a batch of P's host memory, parts of which go to blocks on devices: these by pinned memory, into
-// which the batch's own way reads them.
+// stage copies a batch of P's host memory, parts of which go to blocks on devices. It reads such a part into pinned
+// memory, in the way in which it reads the others into blocks, and the device copies it from there.
 func (c *copier) stage(b *batch) (done uint64, err error) {
 	from, proven := cursor{b.runs, b.off}, true
 	for done < b.bytes {
@@ -227,19 +227,19 @@ func (c *copier) toDevice(device int, part *batch, position, n uint64) (uint64, 
 		}
 		return 0, err
 	}
-	c.into, _ = into.cut(c.into[:0], position, n, c.pairs) // the reading has used it
-	// With room for fewer pieces than the bytes have the first cut was as short.
+	c.into, _ = into.cut(c.into[:0], position, n, c.pairs) // c.read has overwritten it
+	// If c.into has room for fewer pieces than the n bytes have, the caller's cut was as short, and so was n.
 	return n, c.t.await(c.t.places.devices[device].Transfer(string(part.in.id), cuda.ToDevice), cuda.Copy{Slot: slot, Runs: runsOf(c.into)})
 }
 
-// slotOf is a slot as a place where bytes land.
+// slotOf makes a landing out of the first n bytes of a slot.
 func slotOf(slot *cuda.Slot, n uint64) *landing {
 	at := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(slot.Bytes()))))
 	return &landing{runs: []run{{at, n}}, ends: []uint64{n}, total: n}
 }
 
-// stuck takes a copy that a device does not end. It may land for ever, so the engine must not hear of an end of its
-// transfer: Revoke waits until Close, and Close for so long as CloseGrace.
+// stuck is called for a copy that a device does not end. Its bytes may land at any time, so the engine must not hear of an end
+// of the transfer: Revoke waits until Close, and Close waits for CloseGrace.
 func (r *receiver) stuck(b *batch, err error) {
 	in, src := b.in, b.in.source
 	r.mu.Lock()
@@ -257,7 +257,7 @@ func (r *receiver) stuck(b *batch, err error) {
 	r.t.cfg.Logger.Error("the blocks of a transfer may be written for ever", zap.String("transfer_id", string(in.id)), zap.Error(err))
 }
 
-// mayStill notes the regions to which a device does not end a copy: it goes to runs, unless there are runs to which it goes.
+// mayStill notes the regions into which a device may still copy. The copy goes to the runs of to or, if to is nil, to runs.
 func (r *receiver) mayStill(to, runs []cuda.Run) {
 	if to == nil {
 		to = runs

@@ -83,7 +83,7 @@ func (r *reaches) check(f *spoken) error {
 	return nil
 }
 
-// open takes P's list, opens what it can, and answers. Then P decides whether that will do.
+// open reads P's list of memories, opens those that it can, and answers which it could not. Then P decides whether to go on.
 func (r *reaches) open(t *Transport, conn *net.UnixConn) error {
 	kinds, reasons := map[uint32]memoryKind{}, []string{}
 	var opened []memory

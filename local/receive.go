@@ -327,8 +327,8 @@ func (r *receiver) linkEnded(src *source, err error) {
 	}
 }
 
-// meetAnew reaches an agent at once that has asked for it. Transfers of which it has said nothing on the former link
-// come on the next one; r.mu is held.
+// meetAnew connects anew, at once, to an agent that has asked for it. Transfers that the agent has not begun on the old link
+// come on the new one; r.mu is held.
 func (r *receiver) meetAnew(src *source) {
 	next := &source{id: src.id, endpoint: src.endpoint, place: src.place, ticket: src.ticket, again: src.again + 1}
 	if time.Since(src.begun) >= r.redial {

@@ -11,7 +11,7 @@ import (
 // run is a contiguous piece of a process's memory.
 type run struct{ base, len uint64 }
 
-// landing is where a transfer's bytes go, in its linear order: a list, or a plan of very many pieces.
+// landing says where a transfer's bytes go, in the transfer's linear order: by a list of runs or, if the pieces are very many, by a plan.
 type landing struct {
 	runs   []run
 	ends   []uint64 // ends[i]: the position after runs[i]
@@ -20,12 +20,12 @@ type landing struct {
 	layout *kv.Layout
 }
 
-// planned is the landing of a plan.
+// planned makes a landing out of a plan.
 func planned(l *kv.Layout, p kv.Plan) landing {
 	return landing{plan: p, layout: l, total: kv.PlanBytes(p)}
 }
 
-// pieces is the most runs that there may be.
+// pieces is an upper bound on the number of runs.
 func (d *landing) pieces() int {
 	if d.plan != nil {
 		return d.plan.Pieces()
@@ -43,8 +43,8 @@ func landingOf(l *kv.Layout, segments []kv.Segment) landing {
 	return d
 }
 
-// cut puts n bytes from a position on into v, as far as v has room, and says how many they are. The
-// room for pairs is for a plan's.
+// cut puts the places of n bytes, from a position on, into v, as far as v has room, and returns how many bytes
+// these are. Only a landing by a plan uses the room for pairs.
 func (d *landing) cut(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec, got uint64) {
 	if d.plan != nil {
 		return d.cutPlan(v, position, n, room)

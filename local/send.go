@@ -50,15 +50,15 @@ type taker struct {
 type outLink struct {
 	*link
 	taker  *taker
-	spaces spaces   // that D has opened
-	shared *handout // what it was told of devices; nil: nothing
-	old    bool     // that is not what is there now: nothing begins on this link; guarded by sender.mu
-	unread func()   // ends D's process's leave to read this one; nil: it needs none
+	spaces spaces   // the memory that D has opened
+	shared *handout // the device memory that P has told D; nil: none
+	old    bool     // other memory is there now than shared says, so nothing begins on this link; guarded by sender.mu
+	unread func()   // takes back the leave of D's process to read this one; nil: it needs no leave
 
 	// Guarded by sender.mu.
-	credit int              // runs that may be said yet
-	queue  []*outbound      // that have runs to say; served in turn
-	late   map[random]*gate // of stopped writes of which D has said nothing in time, by their grants
+	credit int              // how many more runs P may say
+	queue  []*outbound      // writes that have runs to say; served in turn
+	late   map[random]*gate // the gates of stopped writes whose stop D has not answered in time, by the writes' grants
 }
 
 func (s *sender) init(t *Transport) {
@@ -184,7 +184,7 @@ func (s *sender) serve(ol *outLink) {
 	s.linkEnded(ol, ol.lost(err), closed(err))
 }
 
-// lost says of which link an error is.
+// lost adds to an error which link it is of.
 func (ol *outLink) lost(err error) error {
 	return fmt.Errorf("local: the link to process %d of decode agent %s: %w: %w", ol.pid, ol.taker.id, core.ErrConnectionLost, clearer(err))
 }
@@ -330,7 +330,7 @@ func (s *sender) heardDone(ol *outLink, grant random) error {
 // whole says whether D was told where all of a transfer's bytes are.
 func (out *outbound) whole() bool { return out.said == out.total && out.bytes == out.total }
 
-// heardOver takes D's word that it copies nothing of a transfer any more.
+// heardOver handles D's message that it copies nothing of a transfer any more.
 func (s *sender) heardOver(ol *outLink, grant random, e *ending) {
 	var unread error
 	s.mu.Lock()

@@ -12,14 +12,14 @@ import (
 	"github.com/kvconn/kvconn/cuda"
 )
 
-// Memory on P's devices is opened by CUDA's handles. Allocations of cudaMalloc have a handle of
-// bytes, memory that was mapped by handles has a descriptor. P's engine may give memory back, or map
-// other memory in its place, and CUDA tells nobody: so P looks before it says that it has kept a
-// transfer, and each second, and ends the links to which it has told the memory of before.
+// D opens memory on P's devices by CUDA's handles. The handle of a cudaMalloc allocation is some bytes;
+// that of memory which was mapped by handles is a descriptor. P's engine may give memory back, or map
+// other memory in its place, and CUDA tells nobody. So P compares the memory each second, and before it
+// says that it has kept a transfer. If P finds other memory, it ends the links to which it has told the old one.
 const (
 	memoryDevice     memoryKind = 2
 	memoryDeviceFile memoryKind = 3
-	// memoryLacking is memory that P cannot share. Its handle is the reason.
+	// memoryLacking is memory that P cannot share. In the place of a handle it has the reason.
 	memoryLacking memoryKind = 4
 )
 
@@ -30,13 +30,13 @@ const (
 	lackingSpace    uint32 = 4
 )
 
-// handout is P's device memory as others may open it, as it was at one time.
+// handout describes P's device memory, as it was at one time, for the processes that may open it.
 type handout struct {
 	shared []*cuda.Shared
 	list   []memory
 }
 
-// check says which region's memory is not what was told any more.
+// check names a region that does not have the memory any more which P has told; nil: all have.
 func (s *handout) check() error {
 	if s == nil {
 		return nil
@@ -90,7 +90,7 @@ func (t *Transport) share() (*handout, error) {
 	return s, nil
 }
 
-// openable are the memories of this process that others may open. That one of them cannot be shared is told at New.
+// openable are the memories of this process that others may open. If one cannot be shared, New has already said so.
 func (t *Transport) openable() (spaces, error) {
 	if !t.cfg.Listen || !t.places.any() {
 		return spacesOf(t.memories)
@@ -105,13 +105,13 @@ func (t *Transport) openable() (spaces, error) {
 // mostShared leaves room for memory files.
 const mostShared = mostMemories / 2
 
-// lacking stands in a list for what P cannot share.
+// lacking is the entry of P's list for memory that P cannot share.
 func lacking(why error) *memory {
 	text := why.Error()
 	return &memory{space: lackingSpace, kind: memoryLacking, base: 1, size: 1, handle: []byte(text[:min(len(text), mostHandle)])}
 }
 
-// mostName is so much of a region's name, or a device's, as is told.
+// mostName is how many bytes of a region's name, or of a device's, P tells D.
 const mostName = 80
 
 // appendAllocation makes the handle of a memory on a device: two ids, the device, the region, CUDA's handle.
@@ -127,7 +127,7 @@ func appendAllocation(b []byte, a *cuda.Allocation) []byte {
 
 var errHandle = errors.New("its handle is none of this version's: run the same kvconn on both")
 
-// parseAllocation reads it. CUDA judges what remains.
+// parseAllocation reads what appendAllocation has made. CUDA judges the handle in it.
 func parseAllocation(m *memory) (a cuda.Allocation, err error) {
 	b := m.handle
 	if len(b) < 16 {
@@ -157,8 +157,8 @@ func (s *sender) lookOut() {
 	}
 }
 
-// outdated ends the links to which memory was told that is another now: D gives it back then, and meets this agent
-// anew. What was under way fails by the region's name.
+// outdated ends the links to which P has told memory that is not there any more. Then D closes the old memory and meets this
+// agent anew. Transfers that were under way fail, with the region's name in the reason.
 func (s *sender) outdated() {
 	s.mu.Lock()
 	var told []*outLink
@@ -181,8 +181,8 @@ func (s *sender) outdated() {
 	}
 }
 
-// partAnew ends a link to which memory was told that is another now. If D does not hear why, it meets this agent anew when it has
-// a transfer of its.
+// partAnew ends a link to which P has told memory that is not there any more. If D does not hear why, it meets this agent anew when
+// it next has a transfer from this agent.
 func (s *sender) partAnew(ol *outLink, err error) {
 	s.mu.Lock()
 	ol.old = true
@@ -192,11 +192,12 @@ func (s *sender) partAnew(ol *outLink, err error) {
 	s.part(ol, fmt.Errorf("local: %w", err))
 }
 
-// Forget is told that memory is not what was registered. While it is not known what it is, nobody can be met anew: so links end
-// at Renew, or when the next look finds them. Nothing of before is called kept meanwhile.
+// Forget is told that memory is not what was registered. Until the agent knows the new memory, no D can meet this agent anew. So the
+// links stay until Renew, or until the look of each second finds them. Meanwhile P says of no transfer in the old memory that it has
+// kept it.
 func (t *Transport) Forget(error) {}
 
-// Renew ends the links that have memory of before: the memory of now is taken for what was registered.
+// Renew ends the links to which P has told the old memory. From now on the new memory counts as what was registered.
 func (t *Transport) Renew() { t.sender.outdated() }
 
 // Lacks says that there is nothing to register.

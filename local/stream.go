@@ -13,8 +13,8 @@ const (
 	streamLeast = 256 // bytes of one piece
 )
 
-// copyOf copies a piece of a transfer of total bytes, and returns the piece's size, which is the lesser one, and how many of the bytes
-// have passed the caches.
+// copyOf copies a piece of a transfer of total bytes. The piece is as long as the shorter of dst and src. copyOf returns its length, and
+// how many of the bytes have passed the caches.
 func copyOf(total uint64, dst, src []byte) (n, past int) {
 	n = min(len(dst), len(src))
 	if total < streamFrom || n < streamLeast {

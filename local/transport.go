@@ -22,12 +22,12 @@ type Config struct {
 	Workers        int           // goroutines that copy; 2, at most 16
 	BatchBytes     uint64        // most bytes of one copy, for which a Revoke may wait; 1 MiB
 	ConnectTimeout time.Duration // of a meeting, and of a write whose D has not come yet; core.DefaultConnectTimeout
-	StallTimeout   time.Duration // a peer that reads nothing for so long is cut off; core.DefaultStallTimeout
+	StallTimeout   time.Duration // if a peer reads nothing for so long, its link ends; core.DefaultStallTimeout
 	StopGrace      time.Duration // how long a stopped write waits for D's word; 500 ms
 	MaxLinks       int           // peers at a time; 4096, and an eighth of the process's descriptors
 	MaxMapped      uint64        // bytes of peers' memory that are mapped here; 4 TiB, since that takes addresses alone
 	MaxGreeting    int           // besides these, sockets whose peer has not proved itself; 256
-	Devices        Devices       // on which some regions lie; nil: all lie in host memory
+	Devices        Devices       // the devices on which some regions lie; nil: all lie in host memory
 	CloseGrace     time.Duration // how long Close waits for copies of a device that does not answer; 2 s
 	Logger         *zap.Logger
 

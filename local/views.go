@@ -154,8 +154,8 @@ func (v *views) copy(c *copier, b *batch) (done uint64, err error) {
 	return done, nil
 }
 
-// fault is the error for memory that the processor could not reach: the engine has given its caches back. It never
-// is for P's, of which holds is sure.
+// fault is the error for memory that the processor could not reach, since an engine has given its caches back. Memory that a
+// view maps always has its pages: it is P's, and holds has made sure of that.
 func (v *views) fault(cause any, c *copier, b *batch, done uint64) error {
 	at, ok := cause.(interface{ Addr() uintptr })
 	if !ok {

@@ -21,21 +21,21 @@ type outbound struct {
 	wait      *delayed // for a link, or for D's word on a stop
 	gate      *gate
 	proof     uint64 // the gate's number
-	proved    bool   // D was told it: D may find out by itself whether P has kept the blocks
+	proved    bool   // P has told D the number, so D may find out by itself whether P has kept the blocks
 	given     spans.List
-	bytes     uint64 // of given
-	runs      int    // of given
-	total     uint64 // also of the bytes that are not given yet
+	bytes     uint64 // how many bytes given has
+	runs      int    // how many runs given has
+	total     uint64 // the bytes of the whole transfer, with those that are not given yet
 	todo      []piece
-	stretches []stretch // behind todo
-	said      uint64    // bytes
-	asked     bool      // D has heard of it
-	queued    bool      // in its link's queue
+	stretches []stretch // to say after todo
+	said      uint64    // how many bytes P has said
+	asked     bool      // D has heard of the write
+	queued    bool      // it is in its link's queue
 	started   time.Time
 
-	kept   bool  // P has said that the blocks are as they were. D's report makes it good
-	halted bool  // P gives it up, and waits for D's word that it copies no more
-	err    error // why
+	kept   bool  // P has said that it has kept the blocks; the write is good when D says that it has reported the load
+	halted bool  // P gives the write up, and waits for D's word that D copies no more
+	err    error // why P gives it up
 }
 
 var errStopped = errors.New("local: the write was stopped")
@@ -118,7 +118,7 @@ func (t *Transport) Extend(op core.WriteOp) {
 	}
 }
 
-// give takes more of a write.
+// give adds bytes to a write.
 func (out *outbound) give(l *kv.Layout, op *core.WriteOp) error {
 	if op.Plan != nil {
 		list := stretchesOf(op.Plan)
@@ -176,8 +176,9 @@ func (t *Transport) Stop(id core.TransferID) {
 	link.flush()
 }
 
-// halt gives a write up. If D has not heard of it, it has ended: the caller must tell. Else the
-// gate is closed, and D's word that it copies no more ends it, or the grace; s.mu is held.
+// halt gives a write up. If D has not heard of the write, the write has ended, and the caller must tell
+// its outcome. Else halt closes the gate, and the write ends with D's word that it copies no more, or after the
+// grace; s.mu is held.
 func (s *sender) halt(out *outbound, err error) (ended bool) {
 	if out.halted {
 		return false
@@ -195,11 +196,11 @@ func (s *sender) halt(out *outbound, err error) (ended bool) {
 	return false
 }
 
-// mostLate is how many stops of one link may stay without D's word at a time. A gate is kept for each.
+// mostLate is how many stops of one link D may leave unanswered at a time. P keeps a gate for each.
 const mostLate = 64
 
-// abandon ends a write without D's word: D has not connected in time, or has not answered a stop. In the second case the gate
-// is closed, and stays so until D's word comes. If D has connected while the wait for it ended, the write goes on.
+// abandon ends a write without D's word: D has not connected in time, or has not answered a stop. If D has not answered, the gate
+// is closed, and stays closed until D answers. If D has connected just when the wait for it ended, the write goes on.
 func (s *sender) abandon(out *outbound, err error) {
 	var mute *outLink
 	s.mu.Lock()
@@ -226,7 +227,7 @@ func (s *sender) abandon(out *outbound, err error) {
 	}
 }
 
-// forget ends the knowledge of a transfer; s.mu is held. The caller must tell its outcome, which is
+// forget removes a transfer; s.mu is held. The caller must tell the write's outcome, which is
 // err unless the write was given up before.
 func (s *sender) forget(out *outbound, err error) {
 	delete(s.byID, out.id)
@@ -249,7 +250,7 @@ func (s *sender) tell(out *outbound) {
 	s.t.sink.Written(out.id, stats, out.err)
 }
 
-// enqueue has a write's runs said; sender.mu is held.
+// enqueue queues a write, so that P says its runs to D; sender.mu is held.
 func (ol *outLink) enqueue(out *outbound) {
 	if !out.queued {
 		out.queued = true
@@ -286,7 +287,7 @@ func (s *sender) speak(ol *outLink, b []byte) []byte {
 	return b
 }
 
-// cut takes at most so many runs of what is to be said, which lie in one space; s.mu is held.
+// cut takes the next runs that P is to say to D: at most so many, and all in one space; s.mu is held.
 func (s *sender) cut(ol *outLink, out *outbound, most int) (p piece) {
 	if len(out.todo) == 0 {
 		if s.pairs == nil {

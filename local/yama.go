@@ -8,18 +8,18 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Where Yama runs in mode 1, a process is read only by its ancestors, or by one process that it
-// has named. P names D's process when D, which has proved itself, asks. The name is the whole
-// process's, so all agents of this process share it.
+// If Yama runs in mode 1, only a process's ancestors may read it, and one process that it has
+// named to the kernel. When D has proved itself and asks, P names D's process. A process has one such
+// name at a time, so all agents of this process share it.
 var tracer struct {
 	mu    sync.Mutex
 	pid   int
-	links int // that count on it
+	links int // how many links need that pid to be named
 }
 
-// letRead has the kernel let a peer's process read this one. If another one may already, it is
-// returned. undo is called when the link has ended. The kernel is told also if it was told before: another
-// part of this process may have named somebody else meanwhile.
+// letRead has the kernel let a peer's process read this one, for one link. If another process may read it already,
+// letRead returns that one. The caller calls undo when the link has ended. letRead names the process even if it was named
+// before: another part of this process may have named another one meanwhile.
 func letRead(k kernel, pid int) (other int, errno syscall.Errno, undo func()) {
 	tracer.mu.Lock()
 	defer tracer.mu.Unlock()
@@ -32,7 +32,8 @@ func letRead(k kernel, pid int) (other int, errno syscall.Errno, undo func()) {
 	return 0, 0, counted(k, pid)
 }
 
-// alsoReads counts a link whose peer may read this process, if it may since another link has asked for it.
+// alsoReads counts a further link to the process that may read this one. If no link has asked for that process, alsoReads
+// does nothing and returns nil.
 func alsoReads(k kernel, pid int) (undo func()) {
 	tracer.mu.Lock()
 	defer tracer.mu.Unlock()
@@ -76,7 +77,7 @@ func refusedRead(k kernel, pid int, errno syscall.Errno, p place, own place) err
 	return fmt.Errorf("the kernel does not let this process read process %d (%w): both need the same user, user namespace and capabilities (or this one CAP_SYS_PTRACE), and process %d must be dumpable, which a program with file capabilities is not", pid, errno, pid)
 }
 
-// barred explains P's verdict on a claim that D is barred.
+// barred adds P's verdict to the reason why D cannot read P's memory.
 func barred(v verdict, value uint32, pid int, cause error) error {
 	switch v {
 	case verdictTaken:

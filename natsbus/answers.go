@@ -10,8 +10,8 @@ import (
 	"github.com/nats-io/nats.go"
 )
 
-// answers hands the answers that come over a link to the requests that wait for them. nats.go's
-// own requests need a context for each that ends with the link too.
+// answers hands the answers that come over a link to the requests that wait for them. With nats.go's
+// own requests each request would need a context that also ends with the link.
 type answers struct {
 	root string    // subjects of answers begin with it
 	idle sync.Pool // channels that nobody waits at
@@ -24,12 +24,12 @@ type answers struct {
 // waiter is a request that waits for its answer.
 type waiter struct {
 	answer chan *nats.Msg
-	// right says whether a message is the answer, and opens it. Others may send to the subject where agents seal
-	// what they say: the request waits on. It is nil where nobody else can.
+	// right says whether a message is the answer, and opens it. In a cluster others may send to the subject too: then right
+	// says no, and the request goes on waiting. If nobody else can send there, right is nil.
 	right func(m *nats.Msg) bool
 }
 
-// Bounds of the answers that wait for their requests: each is taken at once.
+// Bounds of the answers that have come and that nobody has handed to their requests yet: each is handed over at once.
 const maxQueuedAnswers, maxQueuedAnswerBytes = 8192, 16 << 20
 
 func newAnswers(inbox string) *answers {
@@ -47,7 +47,7 @@ func (a *answers) listen(nc *nats.Conn) error {
 	return sub.SetPendingLimits(maxQueuedAnswers, maxQueuedAnswerBytes)
 }
 
-// expect makes a subject for one answer. Nobody can guess it who has not got the request.
+// expect makes a subject for one answer. Only those who have got the request can know the subject.
 // Nothing comes out of the channel after forget.
 func (a *answers) expect(right func(m *nats.Msg) bool) (subj string, answer chan *nats.Msg) {
 	answer, _ = a.idle.Get().(chan *nats.Msg)

@@ -12,7 +12,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// encode writes a request behind what is there, so that it and what is added to it are not too long for the servers.
+// encode appends a request to start. It returns an error if the request would be too long for the servers, with the added bytes that
+// the caller still puts around it.
 func (l *link) encode(req *wire.Request, buf *buffer, start []byte, added int) ([]byte, error) {
 	data, err := req.MarshalMsg(start)
 	if buf.bytes = data; err != nil {
@@ -24,7 +25,8 @@ func (l *link) encode(req *wire.Request, buf *buffer, start []byte, added int) (
 	return data, nil
 }
 
-// ask sends a request and waits for its answer, until ctx ends or the session breaks. a, if it is not nil, knows the answer.
+// ask sends a request and waits for its answer, until ctx ends or the session breaks. If a is not nil, it says which message is the
+// answer.
 func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *pendingAnswer) (*nats.Msg, error) {
 	if err := either(ctx.Err(), session.Err()); err != nil {
 		return nil, err
@@ -42,20 +44,20 @@ func (l *link) ask(ctx, session context.Context, subj string, data []byte, a *pe
 	return await(ctx, session, answer, absent)
 }
 
-// absentGrace is for how long a requester in a cluster waits on when it is told that nobody listens. It waits by steps, since
-// this process may be stopped for longer, with the answer on its way: of a ticker's steps that it missed it sees one.
+// absentGrace is how long a requester in a cluster still waits after the word that nobody listens. It waits by steps, since this
+// process may be stopped for longer while the answer is on its way: then a ticker counts all missed steps as one.
 const (
 	absentGrace = absentSteps * absentStep
 	absentSteps = 5
 	absentStep  = 10 * time.Millisecond
 )
 
-// await waits for the answer. In a cluster the word that nobody listens comes by absent: anybody who hears the
-// request can say it. It counts only if the agent itself does not answer within absentGrace, or by the end of ctx.
+// await waits for the answer. In a cluster the word that nobody listens comes by absent. Anybody who hears the request can
+// say this word, so it counts only if the agent itself does not answer within absentGrace, or by the end of ctx.
 func await(ctx, session context.Context, answer, absent <-chan *nats.Msg) (*nats.Msg, error) {
 	var absence *nats.Msg
 	var step <-chan time.Time
-	last := func(m *nats.Msg, err error) (*nats.Msg, error) { // the answer counts if it is there
+	last := func(m *nats.Msg, err error) (*nats.Msg, error) { // if the answer has come meanwhile, it counts
 		select {
 		case m := <-answer:
 			return m, nil

@@ -12,8 +12,8 @@ import (
 	"github.com/nats-io/nkeys"
 )
 
-// authenticate is the server's half. It returns what the client may do, and the nkey that it has proved; "" if it has
-// proved none.
+// authenticate is the server's half of the handshake. It returns what the client may do, and the nkey that the client has
+// proved; "" if it has proved none.
 func (g *authenticator) authenticate(c io.ReadWriter, s tls.ConnectionState) (r right, key string, err error) {
 	bound, err := binding(s)
 	if err != nil {

@@ -57,8 +57,8 @@ func newAuthenticator(k secrets, local string, keys []string) (*authenticator, e
 	return g, nil
 }
 
-// addUser makes a user for a client that has proved itself, for one connection. connect is
-// what the embedded server is told of it.
+// addUser makes a user for a client that has proved itself, for one connection. connect is the
+// text that introduces this user to the embedded server.
 func (g *authenticator) addUser(c client) (connect string, leave func(), err error) {
 	user := fault.Pick("bus-user-shared", randomName(), "agent")
 	options, err := json.Marshal(map[string]any{"user": user, "pass": "-", "name": clientName + string(c.id), "lang": "go", "version": "1",
@@ -88,8 +88,8 @@ func (g *authenticator) addUser(c client) (connect string, leave func(), err err
 	}, nil
 }
 
-// accountOf is whom an agent's places count under: its nkey if it has proved one, else the address that it comes from. An agent
-// that has gone has the account of all that have.
+// accountOf is the account that an agent's places count under: its nkey if it has proved one, else the address that it comes from. All
+// agents that have gone share one account.
 func (g *authenticator) accountOf(id core.AgentID) core.Account {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -14,11 +14,11 @@ import (
 
 const (
 	// markerTTL is how long the registry remembers that a key has ended. All
-	// agents must create the bucket alike.
+	// agents must create the bucket with the same value.
 	markerTTL = 10 * time.Second
 
-	// attemptTime bounds one request to the registry of a cluster, which does not
-	// answer while it has no leader. attemptPause is between two requests.
+	// attemptTime bounds one request to the registry of a cluster: the registry does not
+	// answer while it has no leader. attemptPause is the pause between two requests.
 	attemptTime  = time.Second
 	attemptPause = 200 * time.Millisecond
 
@@ -42,8 +42,8 @@ func (l *link) failure(session context.Context, err error) error {
 	return fmt.Errorf("the registry at %s: %w", l.name, err)
 }
 
-// patiently repeats a request to a cluster's registry until ctx ends, while the
-// registry does not answer in time or has no leader.
+// patiently makes a request to a registry. As long as a cluster's registry does not answer in
+// time, or has no leader, it repeats the request until ctx ends.
 func (l *link) patiently(ctx context.Context, ask func(context.Context) error) error {
 	if l.kind != clusterLink {
 		return ask(ctx)

@@ -7,7 +7,7 @@ type buffer struct{ bytes []byte }
 
 var buffers = sync.Pool{New: func() any { return new(buffer) }}
 
-// maxBuffer is the most that is kept for the next message.
+// maxBuffer is the capacity up to which a buffer is kept for the next message.
 const maxBuffer = 16 << 10
 
 func takeBuffer() *buffer { return buffers.Get().(*buffer) }

@@ -38,8 +38,8 @@ type Bus struct {
 	cancel       context.CancelFunc
 	openHome     func() (*link, error)
 	requestSlots chan struct{}       // one for each request that is being answered
-	longSlots    chan struct{}       // one for each long one of a portLink
-	handoff      chan inboundRequest // to handlers that wait for one
+	longSlots    chan struct{}       // one for each long request of a portLink that is being answered
+	handoff      chan inboundRequest // to handlers that wait for a request
 
 	sessionless   *sessionless // in a cluster
 	longQueue     *longQueue   // over its own server or cluster

@@ -25,8 +25,8 @@ const (
 	maxList = 16
 )
 
-// clientWriter passes the server's side of the protocol on to a client. It reads all at once, so
-// that the server itself keeps nothing for a client, and bounds what it keeps.
+// clientWriter passes what the server sends on to a client. It reads everything at once, so that
+// the server itself keeps nothing for a client, and it bounds what it keeps itself.
 type clientWriter struct {
 	from   io.Reader
 	to     net.Conn
@@ -34,11 +34,11 @@ type clientWriter struct {
 	share  *share // of the bytes that are kept
 
 	mu     sync.Mutex
-	kept   [][]byte // all are full but the last
-	spare  []byte   // of spareSize, while it is neither kept nor being sent
+	kept   [][]byte // all are full except the last
+	spare  []byte   // a piece of spareSize, while it is neither kept nor being sent
 	bytes  int64
-	long   int64         // of the longest message since the client had last read all
-	ended  bool          // nothing follows
+	long   int64         // bytes of the longest message since the client had last read everything
+	ended  bool          // the server sends nothing more
 	wake   chan struct{} // holds a value when there is something to do
 	reader lineReader
 }
@@ -171,11 +171,11 @@ func (o *clientWriter) write() error {
 	}
 }
 
-// lineReader finds the lines of the server's side of the protocol between the payloads.
+// lineReader finds the lines in what the server sends, between the payloads.
 type lineReader struct {
-	line func([]byte) // it keeps nothing of a line
-	head []byte       // of a line whose end is to come
-	skip int          // bytes of a payload and its end that are still to come
+	line func([]byte) // is called with each line, and keeps nothing of it
+	head []byte       // the beginning of a line whose end has not come yet
+	skip int          // how many bytes of a payload and its end have not come yet
 }
 
 func (r *lineReader) take(p []byte) {

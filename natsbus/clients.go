@@ -54,10 +54,10 @@ type clients struct {
 	closed        bool
 	conns         map[*clientConn]struct{}
 	n             uint64
-	authenticated int            // connections of conns that were let in
-	held          quota.Counts   // the places of those, by address
-	waiting       quota.Counts   // of the others
-	wg            sync.WaitGroup // of all that were admitted
+	authenticated int            // how many connections of conns were let in
+	held          quota.Counts   // the places of these connections, by address
+	waiting       quota.Counts   // the places of the other connections, by address
+	wg            sync.WaitGroup // of all connections that were admitted
 	now           func() time.Time
 }
 
@@ -141,8 +141,9 @@ func (c *clients) promote(u *clientConn, id core.AgentID, pinned bool) (evicted 
 	return evicted, nil
 }
 
-// evictable is the client that gives its place to one from an address: the newest of an address that has the most, if that has at
-// least two more. So those who were there before a flood stay. nil: there is none. c.mu is held.
+// evictable returns the client that must give its place to a newcomer from an address. It is the newest client of the address that has
+// the most clients, if that address has at least two more than the newcomer's. So clients that came before a flood keep their places.
+// nil: no client must. c.mu is held.
 func (c *clients) evictable(to netip.Prefix) (victim *clientConn) {
 	most, over := c.held.Over(to)
 	if !over || fault.On("bus-places-kept") {
@@ -156,13 +157,13 @@ func (c *clients) evictable(to netip.Prefix) (victim *clientConn) {
 	return victim
 }
 
-// end takes a connection's place from it, and closes it; c.mu is held.
+// end takes a connection's place away and closes the connection; c.mu is held.
 func (c *clients) end(u *clientConn) {
 	c.remove(u)
 	u.close()
 }
 
-// remove counts a connection no longer; c.mu is held.
+// remove takes a connection out of all counts; c.mu is held.
 func (c *clients) remove(u *clientConn) {
 	if u.removed {
 		return
@@ -182,7 +183,7 @@ func (c *clients) remove(u *clientConn) {
 // placesOfOne is how many places of its address a client takes.
 func placesOfOne() int { return fault.Pick("bus-places-uncounted", 1, 0) }
 
-// lost says whether a connection has lost its place to another.
+// evicted says whether a connection has lost its place to another.
 func (c *clients) evicted(u *clientConn) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

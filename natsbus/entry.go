@@ -15,11 +15,11 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Whoever may write a cluster's registry can write under any key. So an engine id that begins with an nkey is of that key: the
-// entries of its ranks are signed by it, and whoever reads them believes no others. A signature is of the entry's key (engine
-// id, tp and pp rank), its time, its end and its whole value, in which are the agent and its addresses. An entry ends, so that
-// an old one that somebody writes again hides its engine's absence for a short time only. That an engine has no entry is not
-// signed: who may write under the key can say so.
+// Whoever may write a cluster's registry can write under any key. So if an engine id begins with an nkey, it belongs to that nkey:
+// the nkey signs the entries of the engine's ranks, and readers believe no other entries. A signature covers the entry's key (engine
+// id, tp and pp rank), its time, its end and its whole value, which has the agent and its addresses. An entry ends. So if somebody
+// writes an old entry again, it hides the engine's absence for a short time only. Nobody signs that an engine has no entry: whoever
+// may write under the key can remove the entry.
 const (
 	// sinceHeader orders the agents that register one rank: the newest wins,
 	// also when the bucket was lost and all of them come back at once.
@@ -27,15 +27,15 @@ const (
 	endsHeader      = "Kvconn-Ends" // in ns since 1970
 	signatureHeader = "Kvconn-Signature"
 
-	// What the NATS server adds to a message that it has from another stream, or from a schedule.
+	// The NATS server adds these headers to a message that comes from another stream, or from a schedule.
 	sourceHeader   = "Nats-Stream-Source"
 	scheduleHeader = "Nats-Schedule"
 
-	// clocksApart is more than the clock of one host of a deployment is behind another's.
+	// clocksApart is more than any two clocks of one deployment's hosts differ.
 	clocksApart = time.Minute
 )
 
-// mayName says why an agent cannot have an entry under a key: it could not sign it.
+// mayName says why an agent cannot have an entry under a key, which it could not sign; nil: it can.
 func (i *Identity) mayName(key, engine string) error {
 	switch owner, own := keyOwner(key), i.nkey(); {
 	case owner == "" || owner == own:
@@ -65,14 +65,14 @@ func (i *Identity) signEntry(m *nats.Msg, ends time.Time) {
 	m.Header.Set(signatureHeader, base64.RawURLEncoding.EncodeToString(ed25519.Sign(i.signer, entryText(m.Subject, m.Header, m.Data))))
 }
 
-// entryText is what a signature is of. It begins like no text that an agent signs elsewhere, and like none that it lets a
-// server choose (signNonce).
+// entryText is the text that is signed for an entry. No other text that an agent signs begins in the same way, and so none that it
+// lets a server choose (signNonce).
 func entryText(key string, header nats.Header, data []byte) []byte {
 	text := append([]byte{0xff}, "kvconn entry 1\x00"+key+"\x00"+header.Get(sinceHeader)+"\x00"+header.Get(endsHeader)+"\x00"...)
 	return append(text, data...)
 }
 
-// attest says whether an entry is its engine's own, as far as that can be known, and when it ended, if it was and has.
+// attest says whether an entry is its engine's own, as far as that can be known. If it is and has ended, ended says when.
 func attest(header nats.Header, data []byte, key string) (ended time.Time, err error) {
 	invalid := func(format string, args ...any) (time.Time, error) {
 		return time.Time{}, fmt.Errorf("the entry of %s "+format, append([]any{keyName(key)}, args...)...)
@@ -107,7 +107,7 @@ type writing struct {
 	deny context.CancelCauseFunc
 }
 
-// failed hears an error of the link; the link's mu is held.
+// failed is called with an error of the link. If the server has denied this write, it ends the write; the link's mu is held.
 func (w *writing) failed(err error) {
 	if w != nil && errors.Is(err, nats.ErrPermissionViolation) && strings.Contains(err.Error(), strconv.Quote(w.key)) {
 		w.deny(&deniedError{err})

@@ -55,7 +55,7 @@ func (c *guardedConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// full says whether too much waits.
+// full says whether too many messages, or too many bytes, wait for this agent to take them.
 func (c *guardedConn) full() bool {
 	sub := c.subscription.Load()
 	if sub == nil {

@@ -14,11 +14,11 @@ type inboundRequest struct {
 	from core.AgentID
 	m    *nats.Msg
 	long bool
-	// Of one that waits in a longQueue: when it came, the round in which it is answered, and whether others of its owner waited before it.
+	// If it waits in a longQueue: when it came, the round in which it is answered, and whether other requests of its owner came before it.
 	came  time.Time
 	round int
 	again bool
-	// Of a sealed one: its session, nil if it has none here, and what its answer is bound to.
+	// If it is sealed: its session (nil if this agent has none for it), and the mark that its answer is bound to.
 	session *responderSession
 	mark    mark
 }

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// A session's keys read what was said in it, so they are not kept for long after its last use. The requester is the first to
-// forget an idle session, so that it sends no request over one that the responder has forgotten.
+// Whoever has a session's keys can read its messages, so an agent does not keep them for long after the session's last use. The
+// requester forgets an idle session before the responder does, so it sends no request over one that the responder has forgotten.
 const (
 	requesterIdle = 10 * time.Minute
 	responderIdle = 2 * requesterIdle
@@ -18,20 +18,21 @@ const (
 // responderSession is a session that another agent has opened, at the agent that answers.
 type responderSession struct {
 	*sealSession
-	key  [ed25519.PublicKeySize]byte // of the requester; zeros: of all that have no nkey
+	key  [ed25519.PublicKeySize]byte // of the requester; zeros stand for all requesters without an nkey
 	open [sha256.Size]byte           // the digest of the requester's open
 
-	last    time.Time // guarded by responderSessions.mu, as all that follows is: it was used, or opened
+	last    time.Time // when it was last used, or opened; responderSessions.mu guards this field and all that follow
 	replays replays
 	proved  bool // a request has come that only the requester can make
 	place   *list.Element
-	// Of a proved one: with others of its key, in its place there, and which use its last one was.
+	// If it is proved: the sessions of its key, its place among them, and the number of its last use.
 	owner *keySessions
 	among *list.Element
 	used  uint64
 }
 
-// newResponderSession is for an open that self has accepted. The requesters of no nkey share a key where self has one, see ownerIn.
+// newResponderSession makes the session of an open that self has accepted. If self has an nkey, the requesters without an nkey share one
+// key: see ownerIn.
 func newResponderSession(self *Identity, s *sealSession, open []byte) *responderSession {
 	public, _, _ := keysOf(open)
 	if self.ownerIn(s.peer) == freeIDs {
@@ -40,23 +41,23 @@ func newResponderSession(self *Identity, s *sealSession, open []byte) *responder
 	return &responderSession{sealSession: s, key: [ed25519.PublicKeySize]byte(public), open: sha256.Sum256(open)}
 }
 
-// idle says that a session was not used for too long; mu is held.
+// idle says whether a session was not used for too long; mu is held.
 func (v *responderSession) idle(now time.Time) bool { return now.Sub(v.last) >= responderIdle }
 
 // keySessions is a key that has sessions in use at this agent.
 type keySessions struct {
 	key      [ed25519.PublicKeySize]byte
 	sessions *list.List // of *responderSession, by their last use
-	since    uint64     // at most the last use of the first of them: it may have been used again
-	at       int        // in the heap
+	since    uint64     // a use of the first of the sessions; it may have been used again since
+	at       int        // the index in the heap
 }
 
-// keyHeap is all of them: a heap, in which the first has the most sessions, and of several the one whose session was
-// not used for longest. A use of a session moves nothing in it, since a request must not wait for that: the first
-// notices it when it is asked for. So it looks once more for each use, at most.
+// keyHeap is a heap of all keys that have sessions in use. Its first key has the most sessions. If several keys have as many, it is
+// the one with the session that was not used for longest. A use of a session moves no key in the heap, since a request must not wait
+// for that. Only evictable puts the first key right. For each use it does so once at most.
 type keyHeap []*keySessions
 
-// Len implements sort.Interface, as the next two do.
+// Len implements sort.Interface, with Less and Swap.
 func (h keyHeap) Len() int { return len(h) }
 
 func (h keyHeap) Less(i, j int) bool {
@@ -71,13 +72,13 @@ func (h keyHeap) Swap(i, j int) {
 	h[i].at, h[j].at = i, j
 }
 
-// Push implements heap.Interface, as Pop does.
+// Push implements heap.Interface, with Pop.
 func (h *keyHeap) Push(x any) {
 	x.(*keySessions).at = len(*h)
 	*h = append(*h, x.(*keySessions))
 }
 
-// Pop takes the last one away.
+// Pop takes the last key out of the heap.
 func (h *keyHeap) Pop() any {
 	last := len(*h) - 1
 	x := (*h)[last]
@@ -86,7 +87,7 @@ func (h *keyHeap) Pop() any {
 	return x
 }
 
-// evictable is the session that makes room: of the key that has the most, its least recently used one.
+// evictable is the session that must make room for another: the least recently used one of the key that has the most.
 func (h *keyHeap) evictable() *responderSession {
 	for {
 		most := (*h)[0]

@@ -44,7 +44,7 @@ type common struct {
 	seals   *seals // nil without a cluster
 }
 
-// linkEvents is what a link tells its bus.
+// linkEvents are the events that a link tells its bus.
 type linkEvents interface {
 	arrived(l *link, m *nats.Msg) // a request came
 	linkReconnected(l *link)      // the link is connected again
@@ -52,7 +52,7 @@ type linkEvents interface {
 	linkLost(l *link)             // it has ended for good, though this agent did not close it
 }
 
-// endpoint is what a link leads to.
+// endpoint is the server or cluster that a link leads to.
 type endpoint struct {
 	kind linkKind
 	via  core.Via
@@ -137,7 +137,7 @@ func (l *link) subscribe() error {
 		if err := sub.SetPendingLimits(maxQueuedRequests, maxQueuedRequestBytes); err != nil {
 			return err
 		}
-		l.handshake.subscription.Store(sub) // long before it is not read
+		l.handshake.subscription.Store(sub) // before so much can wait that the connection is not read any more
 	}
 	drained := make(chan struct{})
 	sub.SetClosedHandler(func(string) { close(drained) })

@@ -13,29 +13,31 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// A long request (longMessage) may take a processor for 35 ms to be read, and a hello's regions may take half a second to be compared.
-// So those that come over this agent's own server, over its cluster, or over the port that it has joined wait for each other: one is
-// answered at a time, and the short ones of others go on beside it. Those of ranks that join this agent wait apart, since their answers
-// wait for the registry. Where a link is to one prefill engine's host, that link waits, see places.
+// A processor may need 35 ms to read a long request (longMessage), and half a second to compare the regions of a hello. So long requests
+// that come over this agent's own server, over its cluster, or over the port that it has joined wait for each other: the agent answers one
+// at a time, and short requests of others beside it. Long requests of ranks that join this agent wait in a queue of their own, since their
+// answers wait for the registry. If a link is to one prefill engine's host, only that link waits, see places.
 const (
-	maxLongRequests = 256      // that wait
-	maxLongBytes    = 16 << 20 // of all that wait; one request may wait however long it is
+	maxLongRequests = 256      // the most requests that wait
+	maxLongBytes    = 16 << 20 // the most bytes of all requests that wait; if only one waits, it may have more
 )
 
-// longQueue are the long requests that wait. Their owners take turns: each has one answered in a round. What comes is for the next round or
-// a later one, so that new owners without an end keep none out; in a round those of whom nothing waited go first. If there is no room,
-// the newest of the owner with the most bytes gives way to an owner that has fewer. An owner of whom nothing waits has a place also if
-// it would have more, while another has two. A request that gives way gets no answer: to its requester it is lost on the way. If the requester
-// heard of it, it would ask again at once, which costs more than the answer does.
+// longQueue has the long requests that wait. Their owners take turns: in each round the agent answers one request of each owner. A request
+// that comes is for the next round or a later one, so new owners keep nobody out, however many come. Within a round, owners that had no
+// request waiting go first. If there is no room, the newest request of the owner with the most bytes gives way to an owner that has fewer
+// bytes. If an owner has no request waiting, it gets a place even if it would then have more bytes, as long as another owner has two
+// requests. A request that gives way gets no answer: its requester takes it for lost. If the requester got an answer, it would ask again
+// at once, which costs more than to answer it.
 //
-// A hello that has waited for the timeout is late: by the default connect_timeout_s its requester has given it up, or asked again. Its turn goes to its owner's
-// newest request. The other requests are never late, since they are of use though nobody hears the answer.
+// A hello that has waited for the timeout is late: with the default connect_timeout_s its requester has given it up, or has asked again.
+// The turn of a late hello goes to its owner's newest request. Other requests are never late, since they are of use even if nobody hears
+// the answer.
 type longQueue struct {
 	mu        sync.Mutex
 	queue     []*inboundRequest // in the order in which they are answered
 	bytes     int
-	of        map[string]waiting // what waits, of each owner
-	round     int                // that goes on
+	of        map[string]waiting // what waits, by owner
+	round     int                // the round that goes on
 	answering bool
 	timeout   time.Duration
 	owner     func(core.AgentID) string
@@ -48,8 +50,8 @@ func newLongQueue(timeout time.Duration, owner func(core.AgentID) string) *longQ
 	return &longQueue{of: map[string]waiting{}, timeout: timeout, owner: owner}
 }
 
-// put has a request wait, and says how many have lost their place: this one, or others that made room for it. starts: nobody answers
-// them at this moment, so the caller does.
+// put queues a request, and says how many requests have lost their place: this one, or others that made room for it. If starts is true,
+// nobody answers the queue's requests now, so the caller must.
 func (q *longQueue) put(v *inboundRequest) (dropped int, starts bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -80,8 +82,8 @@ func (v *inboundRequest) before(earlier *inboundRequest) bool {
 	return v.round < earlier.round || v.round == earlier.round && !v.again && earlier.again
 }
 
-// evict drops what gives way to an owner's next request, and says how many that are. If all that would give way is not enough, it
-// drops none, and ok is false. q.mu is held.
+// evict drops the requests that give way to an owner's next request, and says how many it has dropped. If this would not make room enough,
+// it drops none, and ok is false. q.mu is held.
 func (q *longQueue) evict(owner string, size int) (dropped int, ok bool) {
 	queue, bytes, of := q.queue, q.bytes, q.of
 	for len(queue) >= maxLongRequests || len(queue) > 0 && bytes+size > maxLongBytes {
@@ -105,7 +107,8 @@ func (q *longQueue) evict(owner string, size int) (dropped int, ok bool) {
 	return dropped, true
 }
 
-// largestOwner is the owner with the most bytes, of those with so many requests, if there is one. Of equals it is the first by name.
+// largestOwner is the owner with the most bytes among those that have at least so many requests. If several have as many bytes, it is the
+// first by name. ok is false if there is none.
 func largestOwner(of map[string]waiting, requests int) (owner string, ok bool) {
 	for o, s := range of {
 		if most := of[owner].bytes; s.requests >= requests && (!ok || s.bytes > most || s.bytes == most && o < owner) {
@@ -115,7 +118,7 @@ func largestOwner(of map[string]waiting, requests int) (owner string, ok bool) {
 	return owner, ok
 }
 
-// newest is the place of an owner's newest request; -1 if it has none.
+// newest is the index of an owner's newest request; -1 if it has none.
 func (q *longQueue) newest(queue []*inboundRequest, owner string) int {
 	for i, v := range slices.Backward(queue) {
 		if q.owner(v.from) == owner {
@@ -125,7 +128,7 @@ func (q *longQueue) newest(queue []*inboundRequest, owner string) int {
 	return -1
 }
 
-// less takes a request away from its owner's, and says how many bytes are left of all.
+// less takes a request out of its owner's counts, and returns how many bytes all the others have.
 func (q *longQueue) less(of map[string]waiting, bytes int, v *inboundRequest) (left int) {
 	owner, size := q.owner(v.from), v.m.Size()
 	had := of[owner]
@@ -135,7 +138,7 @@ func (q *longQueue) less(of map[string]waiting, bytes int, v *inboundRequest) (l
 	return bytes - size
 }
 
-// next is the request to answer; nil if none waits: then the caller answers them no more.
+// next is the request to answer. If none waits, v is nil, and the caller stops answering.
 func (q *longQueue) next() (v *inboundRequest, late bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -160,7 +163,7 @@ func (q *longQueue) next() (v *inboundRequest, late bool) {
 	return v, true
 }
 
-// late says whether nobody waits for a request's answer any more, most likely, and the answer is all that it is for.
+// late says whether a request is only of use to somebody who waits for its answer, and most likely nobody waits any more.
 func (q *longQueue) late(v *inboundRequest) bool {
 	return time.Since(v.came) > q.timeout && isHello(v.m.Data) && !fault.On("bus-long-requests-never-late")
 }
@@ -181,7 +184,7 @@ func isHello(request []byte) bool {
 	return err == nil && kind == wire.KindHello
 }
 
-// unanswered counts those that wait, with the one that is being answered.
+// unanswered counts the requests that wait, and the one that is being answered.
 func (q *longQueue) unanswered() (n int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -199,8 +199,8 @@ func (l *link) readChecked(ctx context.Context, key string) (record, error) {
 	return checked(key, l.kind, r, err)
 }
 
-// checked wants the agent of an entry to be of the rank in its key. One of another rank is as unreadable as one
-// that cannot be decoded.
+// checked makes sure that the agent of an entry is of the rank in the entry's key. An entry of another rank counts
+// as unreadable, like an entry that cannot be decoded.
 func checked(key string, kind linkKind, r record, err error) (record, error) {
 	a := r.agent
 	if err != nil || a == nil {

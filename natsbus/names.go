@@ -35,8 +35,8 @@ func legalID(id string) bool {
 
 const maxAgentID = 64
 
-// subject is where an agent hears another. It names both: a client may send only to
-// subjects that end with the id that it has proved.
+// subject is the subject at which one agent hears another. It names both of them: a client may
+// publish only to subjects that end with the id that it has proved.
 func subject(to, from core.AgentID) string {
 	if to == hostID {
 		return joinRoot + string(from)
@@ -44,8 +44,8 @@ func subject(to, from core.AgentID) string {
 	return agentRoot + tokens(to) + "." + tokens(from)
 }
 
-// tokens writes an id into a subject. The id of an agent that has an nkey in a cluster is
-// two tokens: the key, to which the cluster's permissions can hold it, and the agent.
+// tokens writes an id as it stands in a subject. If an agent has an nkey in a cluster, its id is two
+// tokens: the nkey, to which the cluster's permissions can restrict a user, and the agent.
 func tokens(id core.AgentID) string { return strings.Replace(string(id), keyMark, ".", 1) }
 
 // keyMark stands between the two.
@@ -75,16 +75,16 @@ func senderOf(subj string, to core.AgentID) (core.AgentID, error) {
 }
 
 // ownInbox says whether the subject that a message names for its answer is one at which
-// its sender hears. An agent may write what others may not, so it must not be led to
-// answer elsewhere.
+// its sender listens. An agent may publish where others may not, so nobody must be able to
+// make it answer at another subject.
 func ownInbox(reply string, from core.AgentID) bool {
-	if strings.HasPrefix(reply, importedReply) { // a cluster's server has put it in the place of the sender's
+	if strings.HasPrefix(reply, importedReply) { // a cluster's server has put it in place of the sender's subject
 		return true
 	}
 	return after(reply, inboxRoot, tokens(from), ".") != reply
 }
 
-// after is what follows some parts in a text; the text itself, if they are not there.
+// after is what follows parts in a text. If the text does not begin with them, it is the text itself.
 func after(text string, parts ...string) string {
 	rest := text
 	for _, p := range parts {
@@ -126,8 +126,8 @@ func rankSuffix(tp, pp int) string {
 	return fmt.Sprintf(".%d.%d", tp, pp)
 }
 
-// clusterKey is a rank's key in a cluster's registry. The engine of an nkey has the nkey as a token of its own, to which the
-// cluster's permissions can hold a user.
+// clusterKey is a rank's key in a cluster's registry. If the engine is an nkey's, the nkey is a token of its own in the key, so that
+// the cluster's permissions can restrict a user to it.
 func clusterKey(engine string, tp, pp int) string {
 	owner, rest := engineOwner(engine)
 	if owner == "" {
@@ -136,8 +136,8 @@ func clusterKey(engine string, tp, pp int) string {
 	return subtree + owner + "." + strings.TrimPrefix(rankKey(rest, tp, pp), subtree)
 }
 
-// engineOwner is the nkey with which an engine id begins, and the rest of the id; no owner if it begins with none. In a cluster
-// such an id is of that nkey's user.
+// engineOwner splits an engine id into the nkey with which it begins and the rest. If it begins with no nkey, owner is empty. In a
+// cluster an id with an nkey belongs to that nkey's user.
 func engineOwner(engine string) (owner, rest string) {
 	if len(engine) < nkeyChars || publicOf(engine[:nkeyChars]) == nil {
 		return "", engine

@@ -25,9 +25,9 @@ func CheckNKey(public string) error {
 	return nil
 }
 
-// signNonce signs what a NATS server sends to an agent that enters by its nkey. The key also signs
-// what agents believe, so that a hostile server must not choose such a text: signText's is no UTF-8,
-// nkeyText's begins with the word.
+// signNonce signs the text that a NATS server sends to an agent that enters by its nkey. The key also signs
+// texts that agents believe, and a hostile server must not get such a text signed. So signNonce refuses texts
+// that are not UTF-8, as signText's, or that begin with "kvconn ", as nkeyText's.
 func signNonce(key nkeys.KeyPair, nonce []byte) ([]byte, error) {
 	if (!utf8.Valid(nonce) || bytes.HasPrefix(nonce, []byte("kvconn "))) && !fault.On("seal-signs-all") {
 		return nil, fmt.Errorf("the NATS server wants %.60q signed, as no NATS server does: it may be hostile, see nats_url", nonce)

@@ -14,10 +14,10 @@ type noticeCode byte
 
 const (
 	noticeAgain   noticeCode = 1 // its session is not known here: the requester is to open another
-	noticeRefused noticeCode = 2 // a request that gets no session's answer: the reason says why
+	noticeRefused noticeCode = 2 // the request is refused, and there is no session to seal an answer with: the reason says why
 )
 
-// notice makes one. It is signed, since there is no key to seal it with: else whoever hears a
+// notice makes a notice. There is no key to seal it with, so it is signed: else whoever hears a
 // request could end it. It is bound to that request.
 func (i *Identity) notice(requester core.AgentID, to *mark, code noticeCode, reason string) []byte {
 	text := append([]byte{byte(code)}, reason...)

@@ -21,21 +21,21 @@ type pendingAnswer struct {
 
 	absent chan *nats.Msg // the word that nobody listens
 
-	opened      *sealSession // what came of the opening
+	opened      *sealSession // the session that the opening has brought
 	forgotten   bool         // the responder does not know the session
 	invalidSeen atomic.Int32 // messages that were no answer
-	attempt     *attempt     // nil, or of which this is a part: it is told too
+	attempt     *attempt     // the attempt that this is a part of, which is told too; nil: none
 }
 
-// attempt opens a session. All requests that have none wait for it. It is bounded by a time of its own: a request's may
-// be short, and the next would begin from the beginning.
+// attempt opens a session. All requests to that agent that have no session wait for it. It has a bound of its own: a request's
+// time may be short, and with that as the bound each request would begin a new attempt.
 type attempt struct {
 	pendingAnswer
-	noResponders atomic.Pointer[nats.Msg] // that nobody listens; nil if it has not come
+	noResponders atomic.Pointer[nats.Msg] // the word that nobody listens; nil if it has not come
 	done         chan struct{}            // closed when session or err is set
 	session      *sealSession
 	err          error
-	stale        *sealSession // which the agent does not know: nil if it knows the one that there is, or there is none
+	stale        *sealSession // the session that the agent does not know any more; nil: it knows the present one, or there is none
 }
 
 // right says whether a message is the answer, and opens it.

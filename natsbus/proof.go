@@ -14,8 +14,8 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// After the TLS handshake between two agents each proves what it knows. The server says
-// first what it has, so that a client tells nothing to a server that does not know its
+// After the TLS handshake each of two agents proves the secrets that it knows. The server proves
+// its own first, so that a client tells nothing to a server that does not know the client's
 // secret:
 //
 //	server: kvconn PROOF-OF-TOKEN PROOF-OF-JOIN-TOKEN
@@ -23,7 +23,7 @@ import (
 //	server: ok, or: no REASON
 //
 // A proof is bound to the connection by a value that TLS derives from its keys, and that
-// differs on every connection. So a proof that is passed on to another is worth nothing.
+// differs on every connection. So nobody can use a proof on another connection.
 
 // right is what a client wants to do at a server.
 type right string
@@ -34,7 +34,7 @@ const (
 )
 
 const (
-	nothing          = "-" // stands for a proof that cannot be given
+	nothing          = "-" // in place of a proof that the agent cannot give
 	maxHandshakeLine = 512 // bytes of a line of the handshake
 	methodOpen       = "open"
 	methodToken      = "token"

@@ -15,8 +15,8 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// What is read of a registry may be of a host that a client has named. So each answer is one message, and of
-// what it lists no more is kept than was asked for.
+// The registry may be that of a host which a client has named. So each answer is one message, and this agent
+// keeps no more of a list than it has asked for.
 
 // The status of a direct get that finds nothing.
 const (
@@ -24,11 +24,11 @@ const (
 	notFound     = "404"
 )
 
-// read returns the entry under a key. Any replica may answer, so nothing is asked of the stream's leader unless
+// read returns the entry under a key. Any replica may answer, so read asks the stream's leader only if
 // nobody answers.
 func (l *link) read(ctx context.Context, key string) (record, error) {
 	var err error
-	for range 2 { // the stream may have come in between
+	for range 2 { // the stream may have been made between the two queries
 		var m *nats.Msg
 		if m, err = l.nc.RequestWithContext(ctx, l.bus.opt.JSPrefix+".DIRECT.GET."+stream+"."+key, nil); err == nil {
 			return directRecord(m, key)
@@ -123,7 +123,7 @@ func streamInfoOf(answer []byte, most int) (*streamInfo, error) {
 	return nil, info.Error
 }
 
-// keyList are the first keys of a JSON object, of which the rest is not looked at.
+// keyList has the first keys of a JSON object, and ignores the rest of the object.
 type keyList struct {
 	most int
 	keys []string

@@ -27,7 +27,7 @@ type record struct {
 	agent *wire.Agent
 	since int64
 	seq   uint64
-	ended time.Time // when the entry of an nkey's engine has ended, if it lies there still
+	ended time.Time // if the entry is of an nkey's engine and has ended, but is still there: when it ended
 }
 
 func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, error) {
@@ -35,7 +35,7 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	if header.Get(opHeader) != "" || header.Get(markerHeader) != "" {
 		return r, nil
 	}
-	// An unreadable time counts as older than any other, and so does one that no clock shows: nobody could be newer.
+	// A time that cannot be read counts as older than any other. So does a time in the future, since no other could be newer.
 	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
 	if r.since > time.Now().Add(mostAhead).UnixNano() {
 		r.since = 0
@@ -54,7 +54,7 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	return r, nil
 }
 
-// unreadableError is of an entry that no agent writes like this. The entry's owner overwrites it.
+// unreadableError is the error of an entry that no agent of this version can have written. The owner of the entry's key overwrites it.
 type unreadableError struct{ error }
 
 func (e *unreadableError) Unwrap() error { return e.error }

@@ -189,7 +189,8 @@ func (b *Bus) put(ctx context.Context, l *link, reg *registration, isNew bool) e
 	return l.failure(session, err)
 }
 
-// write is ctx until the server says that this agent may not publish at a key: nothing else answers then.
+// write returns a context for a write under a key. It ends with ctx, and when the server says that this agent may not publish there, since
+// then no answer comes.
 func (l *link) write(ctx context.Context, key string) (context.Context, context.CancelFunc) {
 	ctx, deny := context.WithCancelCause(ctx)
 	w := &writing{key, deny}
@@ -206,7 +207,7 @@ func (l *link) write(ctx context.Context, key string) (context.Context, context.
 	}
 }
 
-// mayTake decides between this agent and the one in the registry, and logs a change.
+// mayTake says whether this agent may take its rank from the agent in the registry, and logs a change.
 func (b *Bus) mayTake(reg *registration, old record, isNew bool) bool {
 	if old.agent == nil || old.agent.ID == string(reg.id) {
 		if reg.taken != "" {

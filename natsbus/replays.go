@@ -1,9 +1,9 @@
 package natsbus
 
-// replays remembers which numbers of a session's requests have come: the way of RFC 6479, a ring
-// of words of which the oldest is used anew. A request's number is taken when it is unsealed. Those
-// that wait for a place until then are overtaken by few, far fewer than the window has; those that
-// may wait longer (see longQueue) are unsealed before.
+// replays remembers which numbers of a session's requests have come. As in RFC 6479 it is a ring of
+// words, whose oldest word is used anew. A request's number is taken when the request is unsealed. A
+// request that waits for a place until then is overtaken by far fewer requests than the window has
+// numbers. A request that may wait longer (see longQueue) is unsealed before it waits.
 type replays struct {
 	top  uint64 // the newest number's word
 	seen [replayWords]uint64
@@ -17,7 +17,7 @@ type arrival int
 const (
 	arrivalNew arrival = iota
 	arrivalSeen
-	arrivalOld // before all that is remembered: it may have been seen
+	arrivalOld // older than all numbers that are remembered: it may have been seen
 )
 
 func (r *replays) look(number uint64) arrival {

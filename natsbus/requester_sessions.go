@@ -20,9 +20,9 @@ type requesterSessions struct {
 type requesterSession struct {
 	peer     core.AgentID
 	session  *sealSession // nil: none is open
-	previous *sealSession // the one before it, for as long as session was not used
-	attempt  *attempt     // to open one; nil if none is under way
-	used     time.Time    // when it was asked for, or opened
+	previous *sealSession // the session before that one, as long as that one was not used
+	attempt  *attempt     // the attempt to open a session; nil if none is under way
+	used     time.Time    // when a request last asked for the session, or when it was opened
 	place    *list.Element
 }
 
@@ -30,8 +30,8 @@ func newRequesterSessions() *requesterSessions {
 	return &requesterSessions{by: map[core.AgentID]*requesterSession{}, order: list.New()}
 }
 
-// get returns the session with an agent; stale is one which the agent does not know. If there is none, or it needs a rekey, get
-// returns the attempt to open one. If first is true, the caller must make it, and call ended.
+// get returns the session with an agent. stale is a session that the agent does not know any more. If there is no session, or it needs
+// a rekey, get returns the attempt to open one. If first is true, the caller must make this attempt, and call ended.
 func (o *requesterSessions) get(peer core.AgentID, stale *sealSession, now time.Time) (s *sealSession, a *attempt, first bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -40,11 +40,11 @@ func (o *requesterSessions) get(peer core.AgentID, stale *sealSession, now time.
 		with = o.add(peer)
 	}
 	o.order.MoveToBack(with.place)
-	if with.idle(now) { // also if no other can be opened
+	if with.idle(now) { // an idle session is dropped even if no other can be opened
 		with.session, with.previous = nil, nil
 	}
 	with.used = now
-	if stale != nil || with.session != nil && with.session.used() { // an agent that has forgotten one has forgotten those before it
+	if stale != nil || with.session != nil && with.session.used() { // an agent that has forgotten a session has forgotten earlier ones
 		with.previous = nil
 	}
 	s = nil
@@ -65,13 +65,13 @@ func (o *requesterSessions) get(peer core.AgentID, stale *sealSession, now time.
 	return s, with.attempt, first
 }
 
-// ended takes the end of an attempt.
+// ended notes how an attempt has ended, and tells those who wait for it.
 func (o *requesterSessions) ended(peer core.AgentID, a *attempt, s *sealSession, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	a.session, a.err = s, err
 	close(a.done)
-	with := o.by[peer] // an agent with an attempt makes no room
+	with := o.by[peer] // it is there: add drops no agent with an attempt
 	switch with.attempt = nil; {
 	case o.closed:
 		o.drop(with)
@@ -85,7 +85,7 @@ func (o *requesterSessions) ended(peer core.AgentID, a *attempt, s *sealSession,
 	}
 }
 
-// close forgets all sessions, for good. Those that are asked for later are not kept.
+// close forgets all sessions, for good. Sessions that are opened later are not kept.
 func (o *requesterSessions) close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -97,7 +97,7 @@ func (o *requesterSessions) close() {
 	}
 }
 
-// add makes a place for an agent; mu is held. Who was not asked for longest makes room.
+// add makes a place for an agent; mu is held. If all places are taken, the agent that was not asked for longest makes room.
 func (o *requesterSessions) add(peer core.AgentID) *requesterSession {
 	for e := o.order.Front(); e != nil && len(o.by) >= maxSessions; {
 		a := e.Value.(*requesterSession)

@@ -48,7 +48,7 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 		}
 	}
 	if l.waits(&v) {
-		// Its number is taken before it waits: the short ones that overtake it meanwhile may be more than replays remembers.
+		// It is unsealed, and its number taken, before it waits: meanwhile more short requests may overtake it than replays remembers.
 		if l.seals == nil || b.unseal(&v) {
 			b.enqueueLong(v)
 		}
@@ -69,8 +69,8 @@ func (b *Bus) arrived(l *link, m *nats.Msg) {
 	}
 }
 
-// serve answers a request, and others that come soon: a new goroutine's stack would grow anew for
-// each.
+// serve answers a request, and further ones that come soon, since the stack of a new goroutine would grow anew
+// for each request.
 func (b *Bus) serve(v inboundRequest) {
 	idle := time.NewTimer(handlerIdle)
 	defer idle.Stop()
@@ -95,7 +95,7 @@ func (l *link) waits(v *inboundRequest) bool {
 	return l.kind != portLink && len(v.m.Data) > longMessage && !fault.On("bus-long-requests-at-once")
 }
 
-// enqueueLong takes a long request, which is unsealed.
+// enqueueLong queues a long request, which is unsealed already.
 func (b *Bus) enqueueLong(v inboundRequest) {
 	q := b.longQueue
 	if strings.HasPrefix(v.m.Subject, joinRoot) {
@@ -113,7 +113,7 @@ func (b *Bus) enqueueLong(v inboundRequest) {
 	}
 }
 
-// answerLongRequests answers the long requests that wait, one after the other, until there is none.
+// answerLongRequests answers the long requests that wait, one after the other, until none is left.
 func (b *Bus) answerLongRequests(q *longQueue) {
 	for b.ctx.Err() == nil {
 		v, late := q.next()
@@ -147,8 +147,8 @@ func (b *Bus) serveOne(v *inboundRequest) {
 	b.answer(v, b.handle(v.link, v.from, v.m))
 }
 
-// acquireHandlers waits for what a request needs to be answered. A long one waits for others of its kind
-// without a place of the short ones.
+// acquireHandlers waits for the places that a request needs to be answered. While a long request waits for other
+// long ones, it takes no place from the short ones.
 func (b *Bus) acquireHandlers(long bool) (why string) {
 	if long {
 		if why := b.acquire(b.longSlots); why != "" {
@@ -168,14 +168,14 @@ func (b *Bus) releaseHandlers(long bool) {
 	<-b.requestSlots
 }
 
-// acquire waits for one of a kind of handlers. It says why there is none.
+// acquire waits for a place of one kind. If it gets none, it says why.
 func (b *Bus) acquire(s chan struct{}) (why string) {
 	select {
 	case s <- struct{}{}:
 		return ""
 	default:
 	}
-	// By steps, since this process may be stopped for longer than maxArrival: of a ticker's steps that it missed it sees one.
+	// It waits by steps, since this process may be stopped for longer than maxArrival: then a ticker counts all missed steps as one.
 	step := time.NewTicker(arrivalStep)
 	defer step.Stop()
 	for range maxArrival / arrivalStep {
@@ -215,9 +215,10 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	return reply
 }
 
-// accountOf is whom the places of an agent count under that asks over a link. In a cluster that is the nkey that its id is of. Agents
-// without one cost nothing to make there, so they have one account. So have those that ask a rank at another's server, which does not
-// say where they come from. Who has a server that this agent is a client of speaks for all who ask over it.
+// accountOf is the account of an agent that asks over a link: its places count under that. In a cluster it is the nkey with which the
+// requester's id begins. Agents without an nkey share one account, since it costs nothing to make many of them. If this agent is a rank
+// at another's server, all who ask it share one account, since that server does not say where they come from. If the link is to the
+// port of another agent's server, all who ask over it count under that server.
 func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
 	switch {
 	case fault.On("bus-agents-are-accounts"):
@@ -254,7 +255,7 @@ func (b *Bus) answer(v *inboundRequest, r *wire.Reply) {
 		return
 	}
 	if _, ok := l.current(); !ok {
-		return // the broken connection has told the peer
+		return // the connection is broken, and so the peer knows that no answer comes
 	}
 	if limit := l.nc.MaxPayload(); int64(len(data)+added) > limit {
 		data, _ = refuse("the reply has %d bytes, the server takes %d", len(data)+added, limit).MarshalMsg(start)

@@ -22,19 +22,19 @@ const (
 
 // responderSessions are the sessions that others have opened to ask this agent.
 //
-// A session that its requester has not used stands apart: an open can be sent again by whoever has
-// heard it, and takes no place from those in use. If there are too many in use, the key that has
-// the most gives its least recently used one up. Its agent is told so when it asks again, and
-// opens another.
+// Sessions that their requesters have not used are kept apart: anybody who has heard an open can send it again, and
+// must not take a place from the sessions in use. If there are too many sessions in use, the key that has
+// the most gives up the one that was not used for longest. When the agent of that session asks again, it is told so,
+// and opens another one.
 type responderSessions struct {
 	mu     sync.Mutex
 	closed bool
 	by     map[uint64]*responderSession
-	opens  map[[sha256.Size]byte]bool // of the sessions that there are
+	opens  map[[sha256.Size]byte]bool // the digests of the sessions' opens
 	unused *list.List                 // of *responderSession, the oldest first
-	used   *list.List                 // by their last use
+	used   *list.List                 // of *responderSession, by their last use
 
-	uses uint64 // counts them
+	uses uint64 // counts the uses of all sessions
 	each map[[ed25519.PublicKeySize]byte]*keySessions
 	heap keyHeap
 }
@@ -43,7 +43,7 @@ func newResponderSessions() *responderSessions {
 	return &responderSessions{by: map[uint64]*responderSession{}, opens: map[[sha256.Size]byte]bool{}, unused: list.New(), used: list.New(), each: map[[ed25519.PublicKeySize]byte]*keySessions{}}
 }
 
-// repeated says that there is a session for an open already.
+// repeated says whether there is a session for an open already.
 func (s *responderSessions) repeated(open []byte) bool {
 	name := sha256.Sum256(open)
 	s.mu.Lock()
@@ -51,14 +51,15 @@ func (s *responderSessions) repeated(open []byte) bool {
 	return s.opens[name]
 }
 
-// number is one for the next session.
+// number makes a random number for the next session.
 func (s *responderSessions) number() uint64 {
 	var b [8]byte
 	rand.Read(b[:])
 	return binary.BigEndian.Uint64(b[:])
 }
 
-// add keeps a session that was opened just now. It does not if its open or its number is there already, or after close.
+// add keeps a session that was opened just now. It keeps nothing, and returns false, if there is a session with the same open or
+// number already, or after close.
 func (s *responderSessions) add(v *responderSession) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -90,7 +91,7 @@ func (s *responderSessions) drop(v *responderSession) {
 	s.release(v)
 }
 
-// find is the session of a request, and what its number says. It is nil if there is none.
+// find returns the session of a request, and what the request's number says. If there is no such session, it is nil.
 func (s *responderSessions) find(id, number uint64, now time.Time) (*responderSession, arrival) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -104,14 +105,14 @@ func (s *responderSessions) find(id, number uint64, now time.Time) (*responderSe
 	return v, v.replays.look(number)
 }
 
-// use notes a request that the requester has made: its tag was right. It is taken once.
+// use notes a request whose tag was right, so that only the requester can have made it. A request is accepted once.
 func (s *responderSessions) use(v *responderSession, number uint64) arrival {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if a := v.replays.take(number); a != arrivalNew && !fault.On("seal-replayed") {
 		return a
 	}
-	if s.by[v.id] != v { // it has given way meanwhile
+	if s.by[v.id] != v { // it was evicted meanwhile
 		return arrivalNew
 	}
 	v.last = time.Now()
@@ -128,7 +129,7 @@ func (s *responderSessions) use(v *responderSession, number uint64) arrival {
 	return arrivalNew
 }
 
-// hold puts a session, used just now, with those of its key; mu is held, as in the next two.
+// hold adds a session that was used just now to the sessions of its key; mu is held, as in touch and release.
 func (s *responderSessions) hold(v *responderSession) {
 	s.uses++
 	v.used, v.place = s.uses, s.used.PushBack(v)
@@ -144,7 +145,7 @@ func (s *responderSessions) hold(v *responderSession) {
 	heap.Fix(&s.heap, h.at)
 }
 
-// touch notes a use.
+// touch notes that a session was used.
 func (s *responderSessions) touch(v *responderSession) {
 	s.uses++
 	v.used = s.uses
@@ -152,7 +153,7 @@ func (s *responderSessions) touch(v *responderSession) {
 	v.owner.sessions.MoveToBack(v.among)
 }
 
-// release takes a session away from those of its key.
+// release removes a session from the sessions of its key.
 func (s *responderSessions) release(v *responderSession) {
 	s.used.Remove(v.place)
 	h := v.owner

@@ -19,31 +19,31 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// The servers of a cluster are others', and so may be its users: who carries an agent's messages
-// must not read them, and a subject proves no sender. So agents of a cluster seal what they say.
+// A cluster's servers may belong to others, and so may its users. Those who carry an agent's messages
+// must not read them, and a subject does not prove who the sender is. So agents of a cluster seal their messages.
 //
-// Who asks opens a session with the agent that is to answer, by a Diffie-Hellman exchange of
-// keys that both make for it and sign:
+// The requester opens a session with the agent that is to answer, by a Diffie-Hellman exchange of
+// keys that both make for this session and sign:
 //
 //	open:   mark version 1 | requester's ed25519 key, X25519 key, signature of both ids and these
 //	opened: mark version 2 | responder's ed25519 key, X25519 key, session, signature of both ids, of open and of these
 //
-// An id is of the ed25519 key that signs (its digest, or an nkey): no authority, registry or
-// secret is needed to know whom a session is with. This is the exchange SIG-DH of Canetti and
-// Krawczyk (Analysis of Key-Exchange Protocols, EUROCRYPT 2001), but that the requester signs
-// first: what proves that it is there now is its first request, which nobody can make who has not
-// the X25519 key of open. The keys of a session die with it: who gets an agent's keys later reads
-// nothing of what was said before. Both ways have a key of their own:
+// An agent's id comes from the ed25519 key that signs (it is the key's digest, or an nkey): no authority,
+// registry or secret is needed to know whom a session is with. This is the exchange SIG-DH of Canetti and
+// Krawczyk (Analysis of Key-Exchange Protocols, EUROCRYPT 2001), except that the requester signs first. Its
+// first request proves that the requester is there now, since only the owner of open's X25519 key can
+// make it. The keys of a session die with it: whoever gets an agent's keys later reads nothing of the
+// messages before. Each of the two directions has a key of its own:
 //
 //	request: mark version 3 | session | number | AES-128-GCM
 //	answer:  mark version 4 | session | number | AES-128-GCM, with the request's header and tag as associated data
 //	notice:  mark version 5 | responder's ed25519 key, signature, code and reason: the request is not answered
 //
-// The number is the nonce, as in RFC 8446 section 5.3, and none is used twice: each agent counts
-// what it seals by one counter for each key. The responder takes each number of a request once
-// (RFC 4303 section 3.4.3). A message that it cannot take to be the requester's gets no answer, so
-// that the requester waits for the right one, and a session that it has forgotten is one of which it
-// says so, signed.
+// The number is the nonce, as in RFC 8446 section 5.3, and no number is used twice: for each key an
+// agent counts the messages that it seals. The responder accepts each number of a request once
+// (RFC 4303 section 3.4.3). If a message does not prove that it is the requester's, the responder does not
+// answer it, so the requester goes on waiting for the right answer. If the responder has forgotten the
+// session, it answers with a notice, which it signs.
 const (
 	sealMark    = 0xc1 // no MessagePack has this byte, so no plain message begins with it
 	sealVersion = 1
@@ -122,7 +122,7 @@ func signed(public []byte, id core.AgentID, text, signature []byte) error {
 	return nil
 }
 
-// sealSession is what two agents have in common, of which one asks and the other answers.
+// sealSession is what two agents share: one of them asks, and the other answers.
 type sealSession struct {
 	id       uint64
 	peer     core.AgentID
@@ -131,7 +131,7 @@ type sealSession struct {
 	began    time.Time
 }
 
-// direction is the key of one way of a session. Who seals counts.
+// direction is the key of one direction of a session. The agent that seals counts the messages.
 type direction struct {
 	aead cipher.AEAD
 	base [12]byte
@@ -229,7 +229,7 @@ func (i *Identity) accept(from core.AgentID, open []byte, number uint64) (*sealS
 	return s, opened, nil
 }
 
-// finish is the requester's second half.
+// finish is the second half of the requester's exchange: it takes the responder's answer to open.
 func (o *opening) finish(opened []byte) (*sealSession, error) {
 	public, dh, rest := keysOf(opened)
 	said, signature := opened[sealStart:len(opened)-ed25519.SignatureSize], rest[8:]

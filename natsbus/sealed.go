@@ -107,21 +107,22 @@ func (b *Bus) unseal(v *inboundRequest) bool {
 	return true
 }
 
-// warnPlain says who, by its own word, does not seal, and what to do.
+// warnPlain logs which agent, by its own word, does not seal its messages, and what to do.
 func (b *Bus) warnPlain(v *inboundRequest) {
 	v.link.seals.lines.plain.Do(func(note string) {
 		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s without a seal, and was refused: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, note)
 	})
 }
 
-// warnVersion says who, by its own word, seals otherwise. It gets no answer: no release knows how another reads one.
+// warnVersion logs which agent, by its own word, seals with another version. The agent gets no answer: no release knows how another
+// release reads an answer.
 func (b *Bus) warnVersion(v *inboundRequest, version byte) {
 	v.link.seals.lines.version.Do(func(note string) {
 		b.log.Sugar().Warnf("natsbus: a message in the name of agent %s came over %s with a seal of version %d, and this agent knows version %d only: give all engines of one NATS cluster the same release of kvconn%s", v.from, v.link.name, version, sealVersion, note)
 	})
 }
 
-// Refused counts the messages over a NATS cluster that were not taken, by the reason. It is nil without a cluster.
+// Refused counts the messages over a NATS cluster that this agent has refused, by the reason. It is nil without a cluster.
 func (b *Bus) Refused() map[string]uint64 {
 	if b.seals == nil {
 		return nil
@@ -129,8 +130,8 @@ func (b *Bus) Refused() map[string]uint64 {
 	return b.seals.counts()
 }
 
-// enqueueSessionless takes a message that is of no session. If too many wait, it gets nothing: a refusal would cost a signature
-// too. An open's requester sends another one after openAgain; a request's requester waits until its context ends.
+// enqueueSessionless queues a message that has no session. If too many wait, the message gets no answer: to refuse it would cost a
+// signature too. The requester of an open sends another one after openAgain; the requester of a request waits until its context ends.
 func (b *Bus) enqueueSessionless(v *inboundRequest) {
 	if !b.sessionless.put(v) {
 		v.link.seals.queueFull.Add(1)
@@ -139,7 +140,7 @@ func (b *Bus) enqueueSessionless(v *inboundRequest) {
 	b.answerSessionless()
 }
 
-// answerSessionless has the messages that wait answered, on a goroutine that ends when there is none.
+// answerSessionless answers the messages that wait, on a goroutine that ends when none is left.
 func (b *Bus) answerSessionless() {
 	s := b.sessionless
 	select {
@@ -150,7 +151,7 @@ func (b *Bus) answerSessionless() {
 	if !b.spawn("natsbus.sessionless", func() {
 		defer func() {
 			<-s.responders
-			if len(s.queue) > 0 { // one came between the last look and this, or its forerunner made a fault
+			if len(s.queue) > 0 { // a message came after the goroutine's last look, or the message before it made the goroutine panic
 				b.answerSessionless()
 			}
 		}()
@@ -175,12 +176,12 @@ func (b *Bus) respond(v *inboundRequest, data []byte) {
 	}
 }
 
-// unopened is a message that came in the place of an open's answer: a refusal, or that nobody listens.
+// unopened is a message that came in place of the answer to an open: a refusal, or the notice that nobody listens.
 type unopened struct{ m *nats.Msg }
 
 func (*unopened) Error() string { return "no session was opened" }
 
-// sessionWith returns the session to ask an agent, and opens one if there is none, or only stale.
+// sessionWith returns the session by which to ask an agent. If there is none, or only the one that is stale, it opens one.
 func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.AgentID, stale *sealSession) (*sealSession, error) {
 	for {
 		s, a, first := l.seals.requester.get(to, stale, time.Now())
@@ -211,7 +212,7 @@ func (b *Bus) sessionWith(ctx, connected context.Context, l *link, to core.Agent
 
 var errFault = errors.New("a fault while opening a session, see the log")
 
-// openAgain is after how long another open is sent: the first, or its answer, may be lost.
+// openAgain is how long a requester waits before it sends another open, since the first one, or its answer, may be lost.
 const openAgain = time.Second
 
 // openSession makes an attempt to open a session. It sends one open after the other, and takes the answer to any of them.
@@ -269,7 +270,7 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	switch {
 	case err != nil:
 		return nil, a.failed(err)
-	case noResponders(m): // else a.right, which may look at another message just now, has looked at this one
+	case noResponders(m): // here a.opened is not read: a.right may be looking at another message. Below it has accepted this one
 		return nil, &unopened{m}
 	case a.opened == nil:
 		return nil, &unopened{m}
@@ -277,8 +278,8 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	return a.opened, nil
 }
 
-// unknownSessionError: the agent has forgotten a session. Nothing is wrong with the way to it, and asking again may help: to
-// a caller it is as one that cannot be reached for a while.
+// unknownSessionError says that the agent has forgotten a session. The connection to the agent is in order, and asking again may help.
+// So a caller treats the agent like one that cannot be reached for a while.
 type unknownSessionError string
 
 func (e unknownSessionError) Error() string { return string(e) }
@@ -286,15 +287,15 @@ func (e unknownSessionError) Error() string { return string(e) }
 // Is makes it core.ErrUnreachable.
 func (e unknownSessionError) Is(target error) bool { return target == core.ErrUnreachable }
 
-// errUnknownSession: the agent forgets sessions as soon as they are open, since it has too many.
+// errUnknownSession says that the agent forgets sessions as soon as they are open, since it has too many.
 const errUnknownSession = unknownSessionError("it does not know the session that it has opened a moment ago")
 
-// errUncertain: nothing tells the requester whether the agent forgot the session before or after the request. It may have
-// handled the request, and somebody who has heard that may have sent it again.
+// errUncertain says that the agent has forgotten the session either before or after the request came: the requester cannot know which.
+// The agent may have handled the request, and somebody who has overheard the request may have sent it again.
 const errUncertain = unknownSessionError("it does not know the session of the request any more, and may have handled the request before")
 
-// repeatable says whether a request may be handled twice. Those of these kinds are made so, since their requester itself asks
-// again if no answer comes. A signal's meaning is its transport's own.
+// repeatable says whether a request may be handled twice. Requests of these kinds may, since their requester itself asks again if no
+// answer comes. A signal may not, since only its transport knows what it means.
 func repeatable(kind wire.Kind) bool {
 	switch kind {
 	case wire.KindHello, wire.KindLoad, wire.KindRenew, wire.KindFinish, wire.KindJoin:

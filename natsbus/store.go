@@ -62,7 +62,7 @@ func (s *store) secret() (string, error) {
 	return secret, nil
 }
 
-// remove may be called again.
+// remove removes the folder. It may be called again.
 func (s *store) remove() error {
 	lock := s.lock
 	if lock == nil {
@@ -72,9 +72,10 @@ func (s *store) remove() error {
 	return removeStore(s.dir, lock)
 }
 
-// removeStore removes a folder whose lock this process has, and gives the lock up. A folder that is gone already is no error. The name goes
-// first: what somebody else puts in its place is not touched, and of whoever is killed meanwhile any agent removes the rest. The lock is
-// closed before its file is removed: some file systems, as NFS, keep a file in the folder for as long as it is open.
+// removeStore removes a folder whose lock this process has, and gives the lock up. A folder that is gone already is no error. removeStore
+// first renames the folder: so it does not touch what somebody else puts in its place, and if this process is killed meanwhile, any agent
+// removes the rest. It closes the lock before it removes the lock's file, since some file systems, such as NFS, keep a file in the folder
+// as long as it is open.
 func removeStore(dir string, lock *os.File) error {
 	gone := dir + storeGone
 	err := os.RemoveAll(gone)
@@ -91,17 +92,17 @@ func removeStore(dir string, lock *os.File) error {
 	return os.RemoveAll(gone)
 }
 
-// thisHost is what a lock has of the host on which it was taken: where locks are not shared between hosts, or sandboxes, one that can be
-// taken says nothing of another host's process.
+// thisHost is the text in a lock's file that names the host on which the lock was taken. If hosts, or sandboxes, do not share locks, a
+// lock may be free here although a process of another host holds it.
 func thisHost() string {
 	boot, _ := hostenv.BootID()
 	return boot
 }
 
-// ofThisHost says whether a lock was taken on this host, since its start.
+// ofThisHost says whether a lock was taken on this host since the host was started.
 func ofThisHost(lock *os.File) bool {
 	host := make([]byte, 256)
-	n, err := lock.ReadAt(host, 0) // which waits for nobody, whatever lies there
+	n, err := lock.ReadAt(host, 0) // it does not wait, whatever kind of file lies there
 	return err == io.EOF && string(host[:n]) == thisHost() || fault.On("bus-sweeps-other-hosts")
 }
 
@@ -157,7 +158,7 @@ func localSecret(temp string, server core.AgentID) string {
 	return strings.TrimSpace(string(secret))
 }
 
-// isOurs says whether a folder is this user's, and nobody else may enter it.
+// isOurs says whether a folder belongs to this user and no other user may enter it.
 func isOurs(dir string) bool {
 	stat := os.Lstat
 	if fault.On("bus-store-link") {

@@ -12,14 +12,14 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// newFor is how long a folder may lack its name before it counts as a killed process's.
+// newFor is how long a folder may have the ending storeNew before it counts as one that a killed process has left.
 const newFor = time.Hour
 
-// A process that is killed cannot remove its server's folder. So each agent of the same user looks for such folders, at once and then at
-// growing distances.
+// A process that is killed cannot remove its server's folder. So each agent of the same user looks for such folders, at once and then
+// at growing intervals.
 const (
 	sweepAtMost = time.Hour
-	sweepNames  = 256 // read at a time; between these Close ends it
+	sweepNames  = 256 // names that are read at a time; Close ends a round between two reads
 	sweepStored = 64  // folders of killed agents after which a round ends
 )
 
@@ -35,8 +35,8 @@ func (b *Bus) sweep() {
 	}
 }
 
-// sweepStores removes the folders whose lock no process holds, and says how many. A folder without a lock
-// file stays: it is not ours.
+// sweepStores removes the folders whose lock no process holds, and returns how many it has removed. A folder
+// without a lock file stays, since kvconn has not made it.
 func sweepStores(ctx context.Context, tmp string) (removed int) {
 	folder, err := os.Open(tmp)
 	if err != nil {
@@ -59,13 +59,13 @@ func sweepStores(ctx context.Context, tmp string) (removed int) {
 	return removed
 }
 
-// sweepStore removes one of this user's, if it may.
+// sweepStore removes a folder if it is this user's and no process uses it, and says whether it has removed it.
 func sweepStore(dir string) bool {
 	if !isOurs(dir) {
 		return false
 	}
 	switch filepath.Ext(dir) {
-	case storeNew: // else another process is making it
+	case storeNew: // a folder that is younger than newFor may be one that another process is making
 		st, err := os.Lstat(dir)
 		return err == nil && time.Since(st.ModTime()) > newFor && os.RemoveAll(dir) == nil
 	case storeGone:

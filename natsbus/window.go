@@ -8,7 +8,7 @@ import (
 )
 
 // window bounds the requests of a client that are not answered yet. While a client has
-// too many, nothing is read from it.
+// too many of them, the server reads nothing from it.
 type window struct {
 	most    int
 	share   *share // of the bytes of the requests
@@ -18,7 +18,7 @@ type window struct {
 	mu      sync.Mutex
 	pending map[string]pendingRequest // by the subject of its answer
 	swept   time.Time                 // when sweep was called last
-	freed   chan struct{}             // closed when some are answered, or the client has gone; nil: nobody waits
+	freed   chan struct{}             // closed when a request was answered, or the client has gone; nil: nobody waits
 	gone    bool
 	over    chan struct{} // closed when the client has gone
 }
@@ -27,7 +27,7 @@ type pendingRequest struct {
 	subj     string // of its answer
 	bytes    int64
 	since    time.Time
-	answered func() // of a query to the registry; else nil
+	answered func() // if it is a query to the registry; else nil
 }
 
 const (
@@ -37,19 +37,19 @@ const (
 	answerWithin  = 5 * time.Second
 	// perRequest is what a request costs beside its bytes.
 	perRequest = 1 << 10
-	// maxQueries bounds the queries of all clients for which JetStream has a queue. The
-	// queue keeps what was in it once, with the 64 KiB in which the query was read, and when
-	// it is long it drops everybody's. A client that does not listen hides the answer: after
-	// queryTimeout its query does not count any more.
+	// maxQueries bounds the queries of all clients that are in JetStream's queue. The queue
+	// keeps the memory of what was in it once, with the 64 KiB in which each query was read.
+	// If it is long, it drops the queries of all clients. If a client does not listen, nobody sees the
+	// answer to its query: so after queryTimeout the query does not count any more.
 	maxQueries   = 4
 	queryTimeout = 100 * time.Millisecond
-	// maxQuerySize bounds the bytes of one.
+	// maxQuerySize bounds the bytes of one query.
 	maxQuerySize = 8 << 10
 )
 
 // registryQueries are slots for the queries of all clients to the registry.
 type registryQueries struct {
-	slots  chan struct{} // holds a value for each that is taken
+	slots  chan struct{} // holds a value for each slot that is taken
 	within time.Duration
 }
 
@@ -137,7 +137,7 @@ func (w *window) answered(subj []byte) {
 	}
 }
 
-// wakeUp ends the wait for a place; w.mu is held.
+// wakeUp wakes those who wait for a place; w.mu is held.
 func (w *window) wakeUp() {
 	if w.freed != nil {
 		close(w.freed)
@@ -145,7 +145,7 @@ func (w *window) wakeUp() {
 	}
 }
 
-// sweep forgets the requests that have waited too long, and says since when the oldest of the others waits; w.mu is held.
+// sweep forgets the requests that have waited too long. It returns since when the oldest of the others has waited; w.mu is held.
 func (w *window) sweep(now time.Time) (oldest time.Time) {
 	w.swept, oldest = now, now
 	for _, p := range w.pending {

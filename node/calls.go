@@ -24,8 +24,9 @@ func (a *Agent) may(ok bool, call string) error {
 }
 
 // Announce tells that the engine knows these requests and works on them, so
-// that D waits as long as it takes. With report_demands each of them gets a report of
-// side demand when D has blocks for it. Announce returns how many it accepted.
+// that D waits as long as the work takes. With report_demands each of these requests gets
+// a report of side demand when D has blocks for it. Announce returns how many requests it
+// accepted.
 func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	if err := a.may(a.cfg.prefills(), "announce"); err != nil {
 		return 0, err
@@ -39,7 +40,7 @@ func (a *Agent) Announce(ids []core.TransferID) (int, error) {
 	})
 }
 
-// renew comes before each call that gives blocks.
+// renew is called before each call that gives blocks to transfers.
 func (a *Agent) renew() error {
 	if c := a.caches.Load(); c != nil {
 		return c.transports.renew(a.machine)
@@ -103,8 +104,8 @@ func (a *Agent) Cancel(ids []core.TransferID, reason string) (int, error) {
 }
 
 // OfferPartial tells that blocks of transfers are ready while the engine still works on
-// their requests. Those that decode engines have asked for move at once. OfferPartial also
-// says what Announce says. The blocks belong to the transfer until Withdraw has
+// their requests. The blocks that decode engines have asked for move at once. OfferPartial
+// announces the transfers too, as Announce does. The blocks belong to the transfer until Withdraw has
 // returned or, after Offer, until its report. OfferPartial returns how many parts it
 // accepted.
 func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
@@ -119,11 +120,11 @@ func (a *Agent) OfferPartial(parts []core.PartialOffer) (int, error) {
 }
 
 // OfferPartialStep is OfferPartial for a step that computes more of these transfers, as
-// their Computing says, so that the engine need not call for each layer. The agent calls
-// written time and again; it returns the regions that the step has completed, or completes
-// by a moment, since the last call. OfferPartialStep itself calls it once and drops the
-// result, which belongs to no step. The next OfferPartial, OfferPartialStep, Offer,
-// Withdraw or Cancel calls it a last time, before it does its own work. written is called
+// their Computing says. So the engine need not call for each layer. Instead the agent calls
+// written time and again. written returns the regions that the step has completed since the
+// last call of written, or completes by a moment. OfferPartialStep itself calls written once
+// and drops the result, which is of no step. The next OfferPartial, OfferPartialStep, Offer,
+// Withdraw or Cancel calls written a last time, before it does its own work. written is called
 // on the goroutine of such a call or on one of the agent's.
 func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Written) (int, error) {
 	if err := a.may(a.cfg.prefills(), "offer_partial"); err != nil {
@@ -137,11 +138,11 @@ func (a *Agent) OfferPartialStep(parts []core.PartialOffer, written func() []Wri
 }
 
 // Withdraw takes back blocks that OfferPartial gave, of requests that the engine preempts
-// or gives up. When it returns without an error nothing reads them any more. It waits for
-// the reads under way: a second or two at most when a peer takes no bytes, as long as the driver takes if it
-// is being asked about the memory, and never longer than the timeout. If the timeout ends the wait, the blocks must not be used while the
-// agent is open. An unknown id is no error. An offered id is an error, and the other ids'
-// blocks are taken back nevertheless.
+// or gives up. When Withdraw returns without an error, nothing reads the blocks any more. It waits for
+// the reads under way. If a peer takes no bytes, that is a second or two at most; if the driver is being asked about
+// the memory, it is as long as the driver takes; and it is never longer than the timeout. If the timeout ends the wait, the
+// engine must not use the blocks while the agent is open. An unknown id is no error. If an id has been offered, that is an
+// error, but Withdraw still takes back the blocks of the other ids.
 func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 	a.steps.end(ids)
 	err := a.machine.call(func(now time.Time) error {
@@ -168,9 +169,9 @@ func (a *Agent) Withdraw(ids []core.TransferID, timeout time.Duration) error {
 	return err
 }
 
-// Moment marks what a stream of a region's device has been given up to now. Offers, partial
-// offers and loads name it: they wait until all of that is done. It is for streams of any
-// thread and takes a microsecond or two.
+// Moment marks the work that a stream of a region's device has been given up to now. Offers, partial
+// offers and loads name the moment: they wait until all of that work is done. Moment may be called for
+// streams of any thread, and takes a microsecond or two.
 func (a *Agent) Moment(region uint32, stream uintptr) (core.Moment, error) {
 	c := a.caches.Load()
 	if c == nil {
@@ -189,8 +190,8 @@ func (a *Agent) MomentEntries() (byRegion []uint8, entries []devices.Entry) {
 	return c.transports.devices.MomentEntries()
 }
 
-// TakingMoments says that a caller in C is still in an entry of MomentEntries. A Close that follows waits for it, and if leave is not called
-// in time it keeps what the entry uses.
+// TakingMoments notes that a caller in C is in an entry of MomentEntries, until leave is called. A Close that follows waits for that. If
+// leave is not called in time, Close keeps the memory that the entry uses.
 func (a *Agent) TakingMoments() (leave func()) {
 	c := a.caches.Load()
 	if c == nil {
@@ -208,7 +209,7 @@ func (a *Agent) GetFinished() []core.Report {
 	return nil
 }
 
-// Finished has a value when GetFinished has something.
+// Finished is a channel that has a value when GetFinished has reports.
 func (a *Agent) Finished() <-chan struct{} {
 	if q, ok := a.machine.reports.(*reportQueue); ok {
 		return q.ready

@@ -19,10 +19,10 @@ const deregisterTime = time.Second
 
 // Close ends every transfer (each gets its report, with code closed), waits
 // until no byte can land any more, and withdraws the agent. It is bounded by
-// close_timeout_s, and a few seconds more if the embedded server does not stop, or
-// if a transport does not end: a peer is not heard, or the kernel or a driver does not answer.
+// close_timeout_s. It may take a few seconds more if the embedded server does not stop, or if a transport
+// does not end because a peer, the kernel or a driver does not answer.
 // If bytes may land all the same, the error wraps core.ErrMayLand and says in which regions, as far as a transport
-// knows, and those transfers get no report: bytes may land in their blocks until the process ends.
+// knows. Then the transfers of these bytes get no report: bytes may land in their blocks until the process ends.
 // A second call waits for the first one and returns ErrClosed.
 func (a *Agent) Close() error {
 	if !a.machine.close() {
@@ -66,8 +66,8 @@ func (a *Agent) Close() error {
 	return errors.Join(errs...)
 }
 
-// wait waits until the agent's goroutines have ended. If a driver does not answer, one may wait for it, which ctx bounds. Else
-// nothing is left that could hold them up for long. They have until the end of all that a close waits for besides.
+// wait waits until the agent's goroutines have ended. If a driver does not answer, a goroutine may wait for it: then ctx bounds the
+// wait. If all drivers answer, nothing can hold the goroutines up for long, and they have as long as Close waits for everything else.
 func (a *Agent) wait(ctx context.Context, until time.Time, at closeResult) error {
 	ended := make(chan struct{})
 	safe.Go("close", func() {
@@ -79,7 +79,7 @@ func (a *Agent) wait(ctx context.Context, until time.Time, at closeResult) error
 		return nil
 	case <-ctx.Done():
 	}
-	bound := deregisterTime / 10 // the others may have used up the time
+	bound := deregisterTime / 10 // the other parts of Close may have used up the time
 	if at.quiet && at.whole {
 		bound = max(bound, time.Until(until))
 	}

@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// completions takes the end of each half: it completes the report for the engine,
+// completions handles the end of each half: it completes the report for the engine,
 // counts it and logs it.
 type completions struct {
 	cfg     *Config

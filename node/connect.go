@@ -53,8 +53,8 @@ func (t *transports) admit(peer core.AgentID, h *wire.Agent) (tickets []wire.Tic
 	return tickets, nil
 }
 
-// common are the transports that a prefill agent has too, with their addresses
-// checked, and why it lacks the others.
+// common returns the transports that this agent and a prefill agent both have, with addresses that are
+// checked. absent says for each of this agent's other transports why the prefill agent lacks it.
 func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap string) (list []commonTransport, absent map[string]error, err error) {
 	absent = map[string]error{}
 	var refused error
@@ -81,7 +81,7 @@ func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap str
 				continue
 			}
 		}
-		// Only the Settler knows what its address means; no network's address is dialled for it.
+		// Only a Settler itself knows what its address means. Nobody dials such an address in a network.
 		if _, settles := w.(core.Settler); !settles {
 			if endpoint, err = fullEndpoint(info, info.Endpoints[i], bootstrap); err != nil {
 				return nil, nil, &refusedError{err.Error()}
@@ -102,14 +102,14 @@ func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap str
 	return list, absent, nil
 }
 
-// sameHost: a prefill agent says that it is on this host. That decides only whether it is a fallback
-// to go without a transport that the prefill agent lacks.
+// sameHost says whether a prefill agent claims to be on this host. If the prefill agent lacks the transport
+// local, only this decides whether that counts as a fallback.
 func (t *transports) sameHost(info *wire.Agent) bool {
 	return info.Host != "" && info.Host == local.Host()
 }
 
-// fullEndpoint is a transport's address as it is dialled. If the address names no host, the
-// host of the bootstrap address counts, since that host is known to be reachable.
+// fullEndpoint is the address at which to dial a transport. If the transport's own address names no
+// host, fullEndpoint takes the host of the bootstrap address, since that host is known to be reachable.
 func fullEndpoint(info *wire.Agent, e wire.Endpoint, bootstrap string) (string, error) {
 	host, port, err := net.SplitHostPort(e.Address)
 	if err != nil {
@@ -131,7 +131,7 @@ func (t *transports) connect(peer core.AgentID, engine string, common []commonTr
 	var errs []error
 	connected := map[string]bool{}
 	t.mu.Lock()
-	clear(t.pair(peer).down) // before the transports report breaks
+	clear(t.pair(peer).down) // before Connect: from then on the transports may report new breaks
 	t.mu.Unlock()
 	for _, w := range common {
 		name := w.via.Name()

@@ -25,13 +25,13 @@ type encrypting interface {
 	AdmitSealed(peer core.AgentID) (ticket []byte, err error)
 }
 
-// secured: somebody has said who may get in, and so that the network is not trusted.
+// secured says whether the configuration restricts who may get in, which means that its author does not trust the network.
 func (c *Config) secured() bool {
 	return c.NATSToken != "" || c.NATSTokenFile != "" || c.NATSNKeySeedFile != "" || len(c.NATSNKeys) > 0 ||
 		c.TLSCertFile != "" || c.TLSCAFile != "" || c.clusterTLS()
 }
 
-// clusterTLS: each URL of the cluster, of which there is one, begins with tls://.
+// clusterTLS says whether the URLs of the cluster all begin with tls://. No URL at all does not count as that.
 func (c *Config) clusterTLS() bool {
 	for s := range strings.SplitSeq(c.NATSURL, ",") {
 		if u, err := url.Parse(strings.TrimSpace(s)); err != nil || u.Scheme != "tls" {
@@ -92,8 +92,8 @@ func (c *Config) confidential(transport string) error {
 	return nil
 }
 
-// encrypts says whether tcp's streams with a peer are encrypted, from what both engines say,
-// or why the two refuse each other.
+// encrypts says, by what both engines want, whether tcp's streams with a peer are encrypted. If the two
+// contradict each other, the error says why they cannot use tcp.
 func (c *Config) encrypts(theirs wire.Endpoint, side, engine, otherSide, other string) (bool, error) {
 	mine := c.encryptWord()
 	says := fmt.Sprintf("says %q", theirs.Encrypt)

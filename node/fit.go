@@ -7,11 +7,11 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// errManyRegions: one peer with many regions is looked at at a time.
+// errManyRegions refuses a peer with many regions while another such peer is being matched.
 var errManyRegions = fmt.Errorf("%w: another engine with many regions is being looked at", errBusy)
 
-// fit says how the caches of this agent and of a peer fit, of which one is the prefill agent.
-// It does not keep that: add does.
+// fit says how the caches of this agent and of a peer fit. prefills says that this agent is the
+// prefill agent of the two. fit does not keep the match: add does.
 func (t *peerTable) fit(self, other *wire.Agent, prefills bool) (*matched, error) {
 	of := cachesKey{self, prefills, sumOf(other.Shapes, false)}
 	t.mu.Lock()

@@ -49,8 +49,8 @@ type joinedRank struct {
 	end   *time.Timer
 }
 
-// Bounds of what joined ranks put into the registry, which has room for 64 MiB: this agent's own entry, and its renewal, must find
-// room beside them. An engine with a thousand regions has an entry of some 60 KiB.
+// Bounds of the entries that joined ranks have in the registry. The registry has room for 64 MiB, and this agent's own entry, and its
+// renewal, must find room beside them. An engine with a thousand regions has an entry of some 60 KiB.
 const (
 	maxJoinedBytes    = 2 << 20
 	maxAllJoinedBytes = 32 << 20
@@ -177,7 +177,7 @@ func (g *joinedRanks) admit(a *wire.Agent) error {
 	return nil
 }
 
-// beside says why an agent cannot be a rank beside this agent, which is one itself.
+// beside says why an agent cannot be a rank of the same prefill engine as this agent. It is called if this agent is such a rank itself.
 func (g *joinedRanks) beside(a *wire.Agent) error {
 	c := g.cfg
 	switch {

@@ -38,16 +38,16 @@ type lockedMachine struct {
 	inner       *machine.Machine
 	outstanding int         // accepted offers and loads without a report
 	memory      actionQueue // actions of core.OfMemory
-	control     actionQueue // the others; it is woken while the machine is busy, too
+	control     actionQueue // all other actions; its goroutine is also woken while the machine is busy
 	reads       []*readWait
 }
 
 // actionQueue holds actions that wait for the goroutine that performs them, in their order. The lock of the halves guards it.
 type actionQueue struct {
-	wake       chan struct{} // holds a value when there are some
+	wake       chan struct{} // holds a value when there are actions
 	list       []core.Action
-	writes     map[core.TransferID]int // of each transfer, the place of a Write to which more may be given
-	performing bool                    // the goroutine has taken some and is not done
+	writes     map[core.TransferID]int // by transfer: the index of a Write that further blocks may be added to
+	performing bool                    // the goroutine has taken actions and is not done with them
 }
 
 func newActionQueue() actionQueue {
@@ -81,7 +81,7 @@ func (q *actionQueue) signal() {
 
 func (q *actionQueue) idle() bool { return len(q.list) == 0 && !q.performing }
 
-// readWait is a call that waits until blocks are read no more.
+// readWait is the wait of a call until nothing reads blocks any more.
 type readWait struct {
 	ids  []core.TransferID // whose blocks may be read
 	done chan struct{}
@@ -100,8 +100,8 @@ func (m *lockedMachine) mayCall(want agentState) error {
 	return nil
 }
 
-// setState goes from one state to another and calls with under the lock. If the agent is in
-// another state than from, because it was closed meanwhile, setState does neither.
+// setState changes the agent's state and calls with, both under the lock. If the agent is in another
+// state than from, because it was closed meanwhile, setState changes nothing and does not call with.
 func (m *lockedMachine) setState(from, to agentState, with func()) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -120,7 +120,7 @@ func (m *lockedMachine) setState(from, to agentState, with func()) error {
 	return nil
 }
 
-// close ends all halves; false if they were closed before.
+// close ends all halves. It returns false if the machine was closed before.
 func (m *lockedMachine) close() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -156,7 +156,7 @@ func (m *lockedMachine) call(f func(now time.Time) error) error {
 	return f(m.clock.Now())
 }
 
-// request takes an event of the engine, or says why not; the lock is held.
+// request tells the machine an event of the engine. If the machine refuses the event, the error says why; the lock is held.
 func (m *lockedMachine) request(now time.Time, e core.Event) error {
 	if refused, ok := m.step(now, e).(core.Refuse); ok {
 		return refused.Err
@@ -165,7 +165,7 @@ func (m *lockedMachine) request(now time.Time, e core.Event) error {
 }
 
 // each accepts a batch in order, up to the first element that is refused; n is the
-// number of elements before it. The engine gets as many reports of each element.
+// number of elements before that. reports is how many reports the engine gets of each element.
 func each[T any](m *lockedMachine, list []T, reports int, accept func(now time.Time, v T) error) (n int, err error) {
 	err = m.call(func(now time.Time) error {
 		for _, v := range list {
@@ -199,8 +199,8 @@ func (m *lockedMachine) fits(n int) error {
 	return nil
 }
 
-// tell tells the machine of an event of this instant and returns the answer. It does so also while the agent
-// closes, and does nothing while there is no machine.
+// tell tells the machine an event that has happened now, and returns the answer. It does so even while the agent
+// closes. If there is no machine yet, it does nothing.
 func (m *lockedMachine) tell(e core.Event) (answer core.Action) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -210,8 +210,8 @@ func (m *lockedMachine) tell(e core.Event) (answer core.Action) {
 	return m.step(m.clock.Now(), e)
 }
 
-// finished tells what a peer says of transfers' ends. It gives the lock back between them: each may be of a share of a transfer that
-// nobody has heard of.
+// finished tells the machine a peer's messages about transfers that have ended. It gives the lock back after each of them, since each
+// may be about a share of a transfer that nobody has heard of, and so take some time.
 func (m *lockedMachine) finished(from core.AgentID, account core.Account, list []wire.Finish) {
 	for _, f := range list {
 		if id := core.TransferID(f.TransferID); f.Restart != "" {
@@ -222,15 +222,15 @@ func (m *lockedMachine) finished(from core.AgentID, account core.Account, list [
 	}
 }
 
-// renewReplied gives the lock back between the parts of a long answer.
+// renewReplied tells the machine the answer to a renewal. It gives the lock back between the parts of a long answer.
 func (m *lockedMachine) renewReplied(v core.SendRenew, answers []core.Answer, absent bool, err error) {
 	for part, some := range v.Parts(answers) {
 		m.tell(core.RenewReplied{Renewal: part, Answers: some, Absent: absent, Err: err})
 	}
 }
 
-// step tells the machine of one event and moves its actions on; the lock is held. The answer is the
-// caller's. Reports go to the engine at once, the rest to the goroutines that perform them, in order.
+// step tells the machine one event and passes its actions on; the lock is held. It returns the answer to the
+// caller. Reports go to the engine at once; the other actions go to the goroutines that perform them, in order.
 func (m *lockedMachine) step(now time.Time, e core.Event) core.Action {
 	answer, rest := core.Split(m.inner.Step(now, e))
 	for _, act := range rest {
@@ -254,8 +254,8 @@ func (m *lockedMachine) step(now time.Time, e core.Event) core.Action {
 	return answer
 }
 
-// report tells the engine an end; the lock is held. When the agent is closed nobody takes it: a transport that Close has given up may
-// close later.
+// report gives the engine a report; the lock is held. If the agent is closed, nobody takes reports any more: one may still come, when
+// a transport closes later that Close has given up.
 func (m *lockedMachine) report(r core.Report) {
 	if m.state == stateClosed {
 		return
@@ -266,8 +266,8 @@ func (m *lockedMachine) report(r core.Report) {
 	m.reports.Push(m.ended(r))
 }
 
-// take gives the actions that wait, and whether the machine must be told the time.
-// The caller performs them and then calls performed.
+// take returns the actions that wait. busy says that the machine must be told the time.
+// The caller performs the actions and then calls performed.
 func (m *lockedMachine) take(q *actionQueue) (list []core.Action, busy bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -282,15 +282,15 @@ func (m *lockedMachine) performed(q *actionQueue) {
 	q.performing = false
 }
 
-// idle: the machine holds nothing, and all that it wanted is done.
+// idle says whether the machine holds nothing, and all its actions are performed.
 func (m *lockedMachine) idle() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.inner == nil || !m.inner.Busy() && m.control.idle() && m.memory.idle()
 }
 
-// waitForReads returns a wait until the blocks of ids are not read; nil if none is read
-// now.
+// waitForReads returns a wait that ends when nothing reads the blocks of ids any more; nil if
+// nothing reads them now.
 func (m *lockedMachine) waitForReads(ids []core.TransferID) *readWait {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -306,18 +306,18 @@ func (m *lockedMachine) waitForReads(ids []core.TransferID) *readWait {
 	return w
 }
 
-// abandonRead ends a wait; it returns an id whose blocks are still read, if there is one.
+// abandonRead gives a wait up. If blocks are still read, it returns the id of one such transfer.
 func (m *lockedMachine) abandonRead(w *readWait) (id core.TransferID, read bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.reads = slices.DeleteFunc(m.reads, func(r *readWait) bool { return r == w })
-	if len(w.ids) == 0 { // just now
+	if len(w.ids) == 0 { // the wait has ended just now
 		return "", false
 	}
 	return w.ids[0], true
 }
 
-// checkReads wakes the calls whose blocks are read no more; the lock is held.
+// checkReads ends the waits whose blocks nothing reads any more; the lock is held.
 func (m *lockedMachine) checkReads() {
 	m.reads = slices.DeleteFunc(m.reads, func(w *readWait) bool {
 		w.ids = slices.DeleteFunc(w.ids, func(id core.TransferID) bool { return !m.inner.Reading(id) })

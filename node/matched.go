@@ -8,22 +8,22 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// Bounds of what is kept of how this agent's caches fit those of its peers. Who describes
-// caches of its own takes the most: a region of each head that this agent has.
+// Bounds of the matches that an agent keeps: how its caches fit those of its peers. A match is largest
+// if a peer describes caches that only it has, with a region for each head that this agent has.
 const (
-	maxMatched  = 64 << 20 // bytes, for all peers; peers with equal caches share them
+	maxMatched  = 64 << 20 // bytes, for all peers; peers with equal caches share a match
 	maxMatch    = 20 << 20 // bytes, for one peer; 65,536 regions on both sides take 16 MiB
-	manyRegions = 1024     // who has more is looked at while no other such peer is
+	manyRegions = 1024     // a peer with more is refused while another such peer is being matched
 )
 
-// matched is how this agent's caches fit those of peers that all have the same.
+// matched is how this agent's caches fit those of all peers that have one and the same caches.
 type matched struct {
 	of    cachesKey
 	match *kv.Match
-	peers int // that the table has; guarded by it
+	peers int // how many peers of the table have it; the table's lock guards this
 }
 
-// cachesKey names the caches of a peer, beside those of this agent. A Match depends on
+// cachesKey names the caches of this agent and those of a peer. A Match depends on
 // nothing else.
 type cachesKey struct {
 	self     *wire.Agent
@@ -31,8 +31,9 @@ type cachesKey struct {
 	sum      [sha256.Size]byte
 }
 
-// sumOf is a digest of regions. Peers differ in the number of blocks, which says nothing of
-// how a block fits, but for rings. alike leaves out the strides of blocks too.
+// sumOf is a digest of regions. It leaves out the number of blocks, in which peers differ: except for
+// rings, this number says nothing of how a block fits. If alike is true, it leaves out the strides of
+// blocks too, and the number of blocks in any case.
 func sumOf(shapes []wire.Shape, alike bool) (sum [sha256.Size]byte) {
 	h := sha256.New()
 	var b []byte
@@ -56,13 +57,13 @@ func sumOf(shapes []wire.Shape, alike bool) (sum [sha256.Size]byte) {
 	return sum
 }
 
-// matchStore has what a peerTable keeps of them; the table's lock guards it.
+// matchStore has the matches that a peerTable keeps; the table's lock guards it.
 type matchStore struct {
 	by    map[cachesKey]*matched
 	bytes int
 }
 
-// hold counts a peer that has such caches, and returns what is kept of them.
+// hold counts a peer that has these caches, and returns the match to keep for it.
 func (s *matchStore) hold(m *matched) *matched {
 	if m == nil {
 		return nil

@@ -30,7 +30,8 @@ func (l *memoryCheck) checkAll() error {
 	return l.err
 }
 
-// checkWrite checks the regions that a write reads. If a check of all has found something, it may be in the way of other writes only.
+// checkWrite checks the regions that a write reads. If a check of all regions has found a change, this one may still find none, since the
+// change may be in regions that only other writes read.
 func (l *memoryCheck) checkWrite(op *core.WriteOp) error {
 	if op.Plan != nil || l.done && l.err == nil {
 		return l.checkAll()
@@ -42,8 +43,8 @@ func (l *memoryCheck) checkWrite(op *core.WriteOp) error {
 	return l.t.checkMemory(func() error { return l.t.devices.CheckFew(few) })
 }
 
-// checkMemory says what a check finds. If a region's memory has changed, a transport that has registered it with cards gives it up. If the
-// agent takes the new memory while the check is made, what the check has found is of before, and it is made once more.
+// checkMemory says what a check finds. If a region's memory has changed, the transports that have registered it with cards give it up. If
+// the agent takes the new memory while the check runs, the check has found something of the old memory, and checkMemory repeats it.
 func (t *transports) checkMemory(check func() error) error {
 	if t.devices == nil {
 		return nil
@@ -52,7 +53,7 @@ func (t *transports) checkMemory(check func() error) error {
 	return err
 }
 
-// checkMemoryAt is checkMemory where there are devices. The epoch is that of which the check has found something.
+// checkMemoryAt is checkMemory for an agent with devices. epoch is the epoch of the memory that the check has looked at.
 func (t *transports) checkMemoryAt(check func() error) (epoch uint64, changed error) {
 	for {
 		epoch, changed = t.devices.Epoch(), check()
@@ -65,7 +66,8 @@ func (t *transports) checkMemoryAt(check func() error) (epoch uint64, changed er
 	}
 }
 
-// deregister has cards give up the memory of an epoch. It does nothing if the agent has taken other memory since.
+// deregister has the cards give up the memory of an epoch. If the agent has taken other memory since, deregister does nothing and
+// returns false.
 func (t *transports) deregister(epoch uint64, changed error) bool {
 	t.taking.Lock()
 	defer t.taking.Unlock()

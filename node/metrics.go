@@ -12,8 +12,8 @@ import (
 )
 
 // metrics is GET /metrics of the bootstrap port, for engines that have no page of
-// their own. It shows Stats, and how long halves took. An agent without a port has a
-// nil one, on which observe may be called.
+// their own. It shows Stats, and how long halves took. An agent without a bootstrap port has
+// a nil *metrics, on which observe may be called.
 type metrics struct {
 	stats     func() Stats
 	registry  *prometheus.Registry
@@ -22,10 +22,10 @@ type metrics struct {
 	described map[string]*prometheus.Desc
 }
 
-// seconds are the buckets of durations: a step of the engine, to a lease.
+// seconds are the buckets of durations: from a step of an engine up to a lease.
 var seconds = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120}
 
-// scrapeBound is how long a reader may take with a page.
+// scrapeBound bounds the time that a client takes to read the page.
 const scrapeBound = 10 * time.Second
 
 func newMetrics(c *Config, stats func() Stats) *metrics {

@@ -22,7 +22,7 @@ type pair struct {
 	fallbacks map[string]uint64 // loads that did not go by the preferred transport, by reason
 }
 
-// errNotConnected: a transport was not told to connect with a peer, or not yet.
+// errNotConnected says that nobody has told a transport to connect with a peer, or not yet.
 var errNotConnected = errors.New("it is not connected with that peer")
 
 // lacks says why a transport was not told to connect.
@@ -39,8 +39,8 @@ type passedOver struct {
 	why  error
 }
 
-// silent says whether nobody need hear of it: the peer is on another host, where such a transport never
-// goes.
+// silent says whether nobody need hear that the transport was passed over, because the peer is on another host
+// and the transport never goes to another host.
 func (o passedOver) silent() bool { return errors.Is(o.why, core.ErrElsewhere) }
 
 func (o passedOver) String() string {

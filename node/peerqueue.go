@@ -10,22 +10,22 @@ import (
 // Bounds of a peerQueue.
 const (
 	maxLoadsEach    = 16      // loads to one peer that are under way at a time
-	maxFinishes     = 512     // in one message: they fit into any server's
-	maxFinishesEach = 1 << 16 // that wait for one peer; it has not answered for long then
+	maxFinishes     = 512     // ends in one message: they fit into a message of any server
+	maxFinishesEach = 1 << 16 // ends that wait for one peer; if so many do, the peer has not answered for long
 	// maxRevokes is how many revokes wait at a time. If a peer does not answer, a
 	// revoke takes a second or two, and these times must not add up.
 	maxRevokes = 1024
 )
 
-// peerQueue says to peers what the machine wants said. All of it may wait for the
+// peerQueue sends peers the messages that the machine wants sent. A message may wait for the
 // network, but never for another peer:
 //
-//   - Loads of one peer go in order, a few side by side. A transfer has one at most,
-//     each wait is bounded, and short once the peer is lost.
-//   - The ends of transfers go many in one message: a thousand aborts are a few
-//     requests, and do not stand before loads.
-//   - Renewals and probes wait behind nothing: by a renewal D learns that its loads
-//     get no answer. The machine has one under way for each peer.
+//   - Loads to one peer go in order, a few side by side. A transfer has one at most. Each
+//     wait is bounded, and is short once the peer is lost.
+//   - Ends of transfers go many in one message: a thousand aborts are a few
+//     requests, and hold up no loads.
+//   - Renewals and probes wait for no other message, since D learns by a renewal that its
+//     loads get no answer. The machine has one under way for each peer.
 //   - Revokes run side by side, since one may wait for its peer's word. The machine
 //     has one under way for each id, and does nothing else with the id until it is
 //     told Revoked. max_transfers bounds them.
@@ -62,7 +62,7 @@ func (q *peerQueue) finish(peer core.AgentID, end wire.Finish) { q.finishes.add(
 
 func (q *peerQueue) revoke(id core.TransferID) { q.revokes.add(struct{}{}, id) }
 
-// wait returns when all loads and ends are said, or when ctx ends.
+// wait returns when all loads and ends are sent, or when ctx ends.
 func (q *peerQueue) wait(ctx context.Context) {
 	q.loads.wait(ctx)
 	q.finishes.wait(ctx)

@@ -34,7 +34,7 @@ type peer struct {
 	answeredAt        time.Time     // when the peer answered a load last
 	unresponsiveUntil time.Time     // until then loads are not tried, since the peer has not answered others
 	used              time.Time     // when it was used last; guarded by the table
-	works             atomic.Bool   // it has or had a transfer with this agent; until then it makes room for others at once
+	works             atomic.Bool   // the peer has or had a transfer with this agent; if not, the table may forget it for another at once
 	place             *list.Element // in the table's order
 }
 
@@ -55,7 +55,7 @@ type peerTable struct {
 	matches        matchStore
 	long           chan struct{} // holds a value while a peer with many regions is looked at
 
-	// meeting is held while a peer is added and another is dismissed for it, so that
+	// admitting is held while a peer is added and another is dismissed for it, so that
 	// the transports admit exactly the peers of the table.
 	admitting sync.Mutex
 }
@@ -76,7 +76,7 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	return p
 }
 
-// with calls f if a peer is known. That does not count as a use of the peer.
+// with calls f if a peer is known. A call of with does not count as a use of the peer.
 func (t *peerTable) with(id core.AgentID, f func(p *peer)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -96,12 +96,12 @@ type dismisser interface {
 	Dismiss(peer core.AgentID)
 }
 
-// keptFor is how long a peer is remembered after its last use, however many others come. A
-// peer with transfers under way is used once a second.
+// keptFor is how long the table remembers a peer after its last use, however many others come. An
+// agent uses a peer with transfers under way once a second.
 const keptFor = 10 * time.Second
 
-// notes keeps that a peer has a transfer that this agent's engine works on. A claim or load that the engine has not named may be of
-// anything.
+// notes remembers that a peer works with this agent, if one of its transfers is one that this agent's engine knows. Claims and loads
+// that the engine has not named do not count, since a peer may name what it likes.
 func (p *peer) notes(answers []core.Answer) []core.Answer {
 	if !p.works.Load() && slices.ContainsFunc(answers, func(a core.Answer) bool {
 		return a.Status == core.StatusPrefill || a.Status == core.StatusOffered || a.Status == core.StatusSending
@@ -111,18 +111,18 @@ func (p *peer) notes(answers []core.Answer) []core.Answer {
 	return answers
 }
 
-// busy says that a peer must be remembered; t.mu is held.
+// busy says whether the table must remember a peer; t.mu is held.
 func (p *peer) busy(now time.Time) bool {
 	return now.Sub(p.used) < keptFor && (p.works.Load() || fault.On("node-hello-is-use"))
 }
 
-// errBusy: what a peer asks for is to be asked for again.
+// errBusy refuses a peer's request that the peer is to repeat.
 var errBusy = errors.New("there is too much to do at this moment")
 
-// errManyPeers: all peers in the table were used a moment ago.
+// errManyPeers refuses a peer because all peers in the table were used a moment ago.
 var errManyPeers = fmt.Errorf("%w: this agent works with %d peers, its limit, and has used each within the last %v", errBusy, maxPeers, keptFor)
 
-// add remembers a peer, and dismisses the peers that make room for it; t.meeting is held.
+// add remembers a peer, and dismisses the peers that make room for it; t.admitting is held.
 func (t *peerTable) add(p *peer, transports dismisser) error {
 	t.mu.Lock()
 	gone, err := t.put(p)
@@ -133,7 +133,7 @@ func (t *peerTable) add(p *peer, transports dismisser) error {
 	return err
 }
 
-// put is add, and returns the peers that it has forgotten for this one; t.mu is held.
+// put remembers a peer, and returns the peers that it has forgotten for this one; t.mu is held.
 func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 	p.used = time.Now()
 	old := t.byID[p.id]
@@ -162,7 +162,7 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 	}
 	more, err := t.makeRoom(t.matches.adds(p.in, p.out), old)
 	if gone = append(gone, more...); err != nil {
-		if old != nil { // what it was known by is not what it says now
+		if old != nil { // the peer's new record found no room, and its old record does not hold any more
 			gone = append(gone, p.id)
 			t.drop(old)
 		}
@@ -177,7 +177,7 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 	return gone, nil
 }
 
-// idlest is the peer that was unused for longest of those that are not in use; nil if there is none. t.mu is held.
+// idlest is the peer that was unused for longest, among those that are not in use; nil if there is none. t.mu is held.
 func (t *peerTable) idlest(now time.Time) *peer {
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		if p := e.Value.(*peer); !p.busy(now) {
@@ -187,13 +187,13 @@ func (t *peerTable) idlest(now time.Time) *peer {
 	return nil
 }
 
-// errManyMatches: the peers whose caches take the most were used a moment ago.
+// errManyMatches refuses a peer because the matches take too much memory, and all peers were used a moment ago.
 var errManyMatches = fmt.Errorf("%w: what this agent keeps of how its peers' KV caches fit its own would take more than %d bytes, and it has used each peer within the last %v; give all decode engines the same KV caches",
 	errBusy, maxMatched, keptFor)
 
-// makeRoom forgets peers that are not in use, until so many bytes more may be kept:
-// first those that take the most. A peer whose caches another one has too stays, and so does one that says hello again, which
-// put deals with. t.mu is held.
+// makeRoom forgets peers that are not in use, until there is room for so many more bytes: first those that
+// take the most. It keeps a peer if another peer has the same caches, since that frees nothing. It also keeps the
+// peer but, which says hello again and which put deals with. t.mu is held.
 func (t *peerTable) makeRoom(bytes int, but *peer) (gone []core.AgentID, err error) {
 	if t.matches.bytes+bytes <= maxMatched {
 		return nil, nil
@@ -238,7 +238,7 @@ func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ti
 func (t *peerTable) connect(p *peer, transports dismisser, connect func() error) error {
 	t.admitting.Lock()
 	defer t.admitting.Unlock()
-	p.works.Store(true) // this agent has looked for it
+	p.works.Store(true) // this agent has looked the peer up for a load
 	if err := t.add(p, transports); err != nil {
 		return err
 	}
@@ -282,8 +282,9 @@ func (t *peerTable) answered(id core.AgentID) {
 	t.with(id, func(p *peer) { p.answeredAt, p.unresponsiveUntil = time.Now(), time.Time{} })
 }
 
-// noteUnanswered notes that a peer gave no answer to a load that began then. Unless the peer has answered another one
-// since, or within the pause, the loads that wait behind fail at once for the pause, not one after the other.
+// noteUnanswered notes that a peer gave no answer to a load that began then. For the length of the pause all loads that wait
+// behind that one now fail at once, and not one after the other. But if the peer has answered another load since then, and
+// did so within the last pause, the peer still counts as responsive.
 func (t *peerTable) noteUnanswered(id core.AgentID, began time.Time, pause time.Duration) {
 	t.with(id, func(p *peer) {
 		if p.answeredAt.Before(began) || time.Since(p.answeredAt) >= pause {
@@ -305,15 +306,15 @@ func (t *peerTable) suspect(id core.AgentID) {
 	t.unmap(id)
 }
 
-// unmap drops the targets that were found to be a peer; t.mu is held.
+// unmap forgets which agents each target has, for the targets that have this peer; t.mu is held.
 func (t *peerTable) unmap(id core.AgentID) {
 	maps.DeleteFunc(t.known, func(_ lookup, found []core.FoundPart) bool {
 		return slices.ContainsFunc(found, func(f core.FoundPart) bool { return f.Peer == id })
 	})
 }
 
-// find returns the known agents of a target. If there are none, r waits for the
-// look-up; if first is true, the caller must do that, and call found.
+// find returns the known agents of a target. If none is known, r waits for a
+// look-up. If first is true, the caller must do this look-up, and then call found.
 func (t *peerTable) find(key lookup, r core.Resolve) (known []core.FoundPart, first bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -325,8 +326,8 @@ func (t *peerTable) find(key lookup, r core.Resolve) (known []core.FoundPart, fi
 	return nil, first
 }
 
-// found takes the end of a look-up, with parts nil if it failed, and returns the
-// loads and claims that wait for it.
+// found ends a look-up and returns the loads and claims that wait for it. If the
+// look-up failed, parts is nil.
 func (t *peerTable) found(key lookup, parts []core.FoundPart) []core.Resolve {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -341,7 +342,7 @@ func (t *peerTable) found(key lookup, parts []core.FoundPart) []core.Resolve {
 // remember keeps the agents of a target, unless one of them is forgotten already;
 // t.mu is held.
 func (t *peerTable) remember(key lookup, found []core.FoundPart) {
-	if len(t.known) >= 4*maxPeers { // many spellings; the targets in use are looked up again
+	if len(t.known) >= 4*maxPeers { // requests have spelled targets in many ways; those in use are looked up again
 		clear(t.known)
 	}
 	if !slices.ContainsFunc(found, func(f core.FoundPart) bool { return t.byID[f.Peer] == nil }) {

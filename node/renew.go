@@ -15,22 +15,22 @@ import (
 // registering is a transport that has registered device memory with cards.
 type registering interface {
 	// Forget gives the memory up: it is not what was registered any more. Transfers that are under way end
-	// with the cause. It is called under the agent's lock, and returns at once.
+	// with the cause. Forget is called under the agent's lock, and returns at once.
 	Forget(cause error)
-	// Renew has the memory of now registered again, in the background.
+	// Renew registers the memory that is there now, in the background.
 	Renew()
-	// Lacks says why the transport does not have the memory, or nil. again says that Renew should be called.
+	// Lacks says why the transport does not have the memory; nil: it has it. again says that the agent should call Renew.
 	Lacks() (why error, again bool)
 }
 
 // endedAtOnce is how many transfers end in one hold of the agent's lock.
 const endedAtOnce = 64
 
-// renew comes before each call that gives blocks to transfers. If an engine has slept, other memory
-// lies at the addresses of its caches. What was begun before was for the memory of then: it ends,
-// and must have ended before anything begins in the new memory. So the call is refused as long as
-// something is left. If there is nothing to renew, the transfers that the call begins tell what is
-// wrong with the memory. Questions to the driver may take milliseconds, so none is asked under the lock.
+// renew is called before each call that gives blocks to transfers. If an engine has slept, other memory
+// lies at the addresses of its caches. Transfers that were begun before are for the old memory: renew ends
+// them, and refuses the call until all of them have ended, so that no transfer begins in the new memory before
+// that. If renew cannot take the new memory, it refuses nothing: the transfers that the call begins tell what is
+// wrong with the memory. A question to the driver may take milliseconds, so renew asks none under the lock.
 func (t *transports) renew(m *lockedMachine) error {
 	if t.devices == nil || !t.devices.Moved() && !t.changed.Load() && !t.unregistered() {
 		return nil
@@ -68,7 +68,7 @@ func (t *transports) renew(m *lockedMachine) error {
 	})
 }
 
-// inUse refuses a call while something of before is left.
+// inUse refuses a call while a transfer in the old memory is left.
 func inUse(m *machine.Machine, changed error) error {
 	given := unique(m.Given())
 	if len(given) == 0 || fault.On("renewed-in-use") {
@@ -77,7 +77,7 @@ func inUse(m *machine.Machine, changed error) error {
 	return fmt.Errorf("%w: %d transfers of before have not ended yet: call again in a moment", changed, len(given))
 }
 
-// endGiven ends what was begun in the memory of before.
+// endGiven ends the transfers that were begun in the old memory.
 func (t *transports) endGiven(m *lockedMachine, epoch uint64, changed error) error {
 	var given []core.TransferID
 	err := m.call(func(time.Time) error {
@@ -115,7 +115,7 @@ func unique(ids []core.TransferID) []core.TransferID {
 	return slices.Compact(ids)
 }
 
-// registerAgain has transports that lack the memory of now register it.
+// registerAgain has the transports that lack the new memory register it.
 func (t *transports) registerAgain() {
 	for _, w := range t.list {
 		if r, ok := w.(registering); ok {
@@ -124,7 +124,7 @@ func (t *transports) registerAgain() {
 	}
 }
 
-// unregistered says whether one lacks the memory, and should try to register it now.
+// unregistered says whether a transport lacks the memory and should try to register it now.
 func (t *transports) unregistered() bool {
 	return slices.ContainsFunc(t.list, func(w core.Transport) bool {
 		r, ok := w.(registering)

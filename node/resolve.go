@@ -102,12 +102,12 @@ func lookupCode(err error) core.Code {
 	return core.Unreachable
 }
 
-// resizedError: the engine was restarted with other ranks, or other caches in them.
+// resizedError says that the engine was restarted with other ranks, or with other caches in its ranks.
 type resizedError struct{ reason string }
 
 func (e *resizedError) Error() string { return e.reason }
 
-// unansweredError: a hello got no answer, and another may get one.
+// unansweredError says that a hello got no answer, and that another hello may get one.
 type unansweredError struct{ error }
 
 func (e *unansweredError) Unwrap() error { return e.error }
@@ -209,9 +209,9 @@ type entry struct {
 	via   core.Via
 }
 
-// find looks a prefill agent up, unless met is its entry, checks that it fits, says
-// hello and connects the transports. Until ctx ends find tries again in three cases: the
-// agent is gone and its successor about to take its place; the agent is on its way
+// find looks a prefill agent up, checks that it fits, says hello and connects the
+// transports. If met is the agent's entry, it looks nothing up. In three cases find tries again until
+// ctx ends: the agent is gone and its successor is about to take its place; the agent is on its way
 // from one server of a cluster to another; the rank has not joined yet.
 func (f *finder) find(ctx context.Context, target core.Target, met *entry) (*peer, *wire.Agent, error) {
 	for {
@@ -280,16 +280,16 @@ func (f *finder) connect(ctx context.Context, target core.Target, met *entry) (*
 	return p, info, f.transports.settle(ctx, id)
 }
 
-// hello is what this agent says of itself. The connection tells its id, which is another
-// one to each engine.
+// hello is what this agent says of itself. It leaves out the id: the connection tells that, and
+// this agent has another id for each engine.
 func (f *finder) hello() *wire.Agent {
 	h := *f.self
 	h.ID = ""
 	return &h
 }
 
-// openedAt is an instant, on this process's clock, before which an agent was not
-// open. The agent told its age after it was asked.
+// openedAt is an instant on this process's clock: before it an agent was certainly not open. The
+// agent was asked for its age at asked, and told the age after that.
 func openedAt(asked time.Time, ageMS int64) time.Time {
 	const most = int64(100 * 365 * 24 * time.Hour / time.Millisecond)
 	if ageMS <= 0 || ageMS > most {

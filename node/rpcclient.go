@@ -45,7 +45,7 @@ func (s *rpcClient) request(ctx context.Context, to core.AgentID, req *wire.Requ
 }
 
 // gone says whether an error proves that the agent is not there any more.
-// Otherwise a connection may have broken, or a message got lost.
+// Other errors may mean that a connection broke or a message was lost.
 func gone(err error) bool { return errors.Is(err, core.ErrAbsent) && !errors.Is(err, core.ErrAway) }
 
 // requestWithRetries asks until there is an answer, for a little less than peer_timeout_s:

@@ -13,8 +13,9 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// run performs those of the machine's actions that are not of core.OfMemory, in their order, and
-// keeps its time while it waits for something. None of them waits for a driver: renewals are among them.
+// run performs those of the machine's actions that are not of core.OfMemory, in their order, and tells
+// the machine the time while the machine waits for something. No such action may wait for a driver, since
+// renewals are among them.
 func run(ctx context.Context, h *lockedMachine, perform func(core.Action)) {
 	var (
 		stopTicker func()
@@ -146,10 +147,10 @@ func (p *performer) expect(v core.Expect, l *memoryCheck) (grant []byte, err err
 	return p.transports.Expect(v.ID, v.Peer, to, l)
 }
 
-// write performs Write: a whole one, the first part of one, or more of it.
+// write performs a Write: of all blocks, of the first ones, or of further blocks of a write that has begun.
 func (p *performer) write(v core.Write, l *memoryCheck) {
 	fail := func(err error) {
-		if v.Extends { // the transport tells it, when it reads no more
+		if v.Extends { // the transport tells Written, when it reads the blocks no more
 			p.log.Error("a transfer cannot go on", zap.String("transfer_id", string(v.ID)), zap.Error(err))
 			p.transports.Stop(v.ID)
 			return

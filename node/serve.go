@@ -29,7 +29,7 @@ type server struct {
 	signals  *signalling
 	joined   *joinedRanks                          // nil where no other rank can join
 	lifetime context.Context                       // ends with the agent
-	queues   struct{ hellos, joins ratelog.Limit } // about those that are refused: each may ask as often as it likes
+	queues   struct{ hellos, joins ratelog.Limit } // bound the log's lines on refused agents, which may ask as often as they like
 }
 
 func (s *server) serve(via core.Via, req *wire.Request) *wire.Reply {
@@ -47,7 +47,7 @@ var anAgent = regexp.MustCompile(`\b([A-Z2-7]{32}|U[A-Z2-7]{55}-[A-Z2-7]{7})\b`)
 // forPeer takes other agents' ids out of a text that is told to a peer.
 func (s *server) forPeer(text, peer string) string {
 	if text == "" {
-		return "" // as of nearly all answers
+		return "" // nearly all answers have no text
 	}
 	return anAgent.ReplaceAllStringFunc(text, func(id string) string {
 		if id == peer || id == string(s.id) {

@@ -71,7 +71,7 @@ func (s *signalling) of(transport string) core.Signal {
 			case rep.Code == 0:
 				return rep.Signal, nil
 			case rep.Again == wire.AgainAfterHello:
-				s.client.peers.suspect(to) // the next load says it
+				s.client.peers.suspect(to) // the next load looks the agent up and says hello
 				fallthrough
 			case rep.Again != wire.AgainLater:
 				return nil, errors.New(rep.Reason)

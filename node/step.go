@@ -14,8 +14,8 @@ import (
 	"github.com/kvconn/kvconn/internal/devices"
 )
 
-// A step is asked for news again after a part of the time since its last news. So a step of
-// any length is followed closely enough.
+// The agent asks a step for news again after a part of the time since the step's last news. So it
+// follows steps of any length closely enough.
 const (
 	stepPart     = 4
 	stepLeast    = 200 * time.Microsecond
@@ -23,7 +23,7 @@ const (
 	stepPatience = 5 * time.Minute // no layer takes that long; the missing ones move with the next call
 )
 
-// Written are regions that a step has written once a moment has passed; 0: it has.
+// Written are regions that a step has written when the moment After has passed. If After is 0, it has written them.
 type Written struct {
 	Regions []uint32 // in ascending order
 	After   core.Moment
@@ -35,7 +35,7 @@ type step struct {
 	written func() []Written
 }
 
-// steps hold the one step that may run. While the lock is held and there is no step,
+// steps hold the one step that may run. While somebody holds the lock and there is no step,
 // partial offers come by calls of the engine only.
 type steps struct {
 	log   *zap.Logger
@@ -47,7 +47,7 @@ type steps struct {
 	step *step
 }
 
-// begin ends the step before and follows a new one.
+// begin ends the previous step and follows a new one.
 func (c *steps) begin(parts []core.PartialOffer, written func() []Written) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -62,16 +62,16 @@ func (c *steps) begin(parts []core.PartialOffer, written func() []Written) (int,
 	if len(s.parts) == 0 {
 		return n, err
 	}
-	written() // drops marks of before the step
+	written() // its result is dropped: those marks were made before the step
 	if c.start(func() { c.follow(s) }) {
 		c.step = s
 	}
 	return n, err
 }
 
-// end comes before every call that gives or takes blocks of transfers. Nothing more
-// of the transfers that the call takes back begins to move, since the call may wait
-// for that.
+// end is called before every call that gives or takes back blocks of transfers. If the call
+// takes transfers back, no more of their blocks begin to move, since the call may wait until
+// nothing moves.
 func (c *steps) end(takenBack []core.TransferID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -148,8 +148,8 @@ func (t *transports) ended(r core.Report) string {
 	return name
 }
 
-// written takes the end of an offer's write, and says what it was. The offer's report may come
-// long after, or never, if the engine has not offered the transfer yet.
+// written notes that an offer's write has ended, and returns the error to tell the machine. The offer's report
+// may come long after that. If the engine has not offered the transfer yet, it may never come.
 func (t *transports) written(id core.TransferID, name string, err error) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -161,7 +161,7 @@ func (t *transports) written(id core.TransferID, name string, err error) error {
 	c, ok := t.active[h]
 	delete(t.active, h)
 	switch p := t.pairs[c.peer]; {
-	case err != nil && ok: // decode's own word may be that it has all: the report tells
+	case err != nil && ok: // D may still say that it has all bytes: only the report tells how the offer ended
 		if len(t.failedWrites) == maxFailedWrites {
 			for old := range t.failedWrites {
 				delete(t.failedWrites, old)

@@ -41,10 +41,10 @@ type transports struct {
 	lacks         []wire.Lack      // transports that are not available here
 	devices       *devices.Devices // on which some of the memory lies; nil: none
 	held          ownMemory
-	closing       atomic.Bool               // nothing begins any more
-	changed       atomic.Bool               // some of that memory is not what was registered any more; see renew
-	taking        sync.Locker               // held while memory of now is taken for what was registered: the agent's lock
-	memoryChanged map[core.TransferID]error // writes that were stopped because their memory is another; guarded by mu
+	closing       atomic.Bool               // no transfer begins any more
+	changed       atomic.Bool               // some device memory is not what was registered any more; see renew
+	taking        sync.Locker               // the agent's lock: held while the agent takes new memory in place of what was registered
+	memoryChanged map[core.TransferID]error // writes that were stopped because their memory has changed; guarded by mu
 
 	mu           sync.Mutex
 	pairs        map[core.AgentID]*pair // as many as the peer table has, at most
@@ -65,14 +65,14 @@ type transportOf struct {
 	via  core.Transport
 }
 
-// newTransports' sink takes the outcomes; suspect is told of each peer to which
-// no transport is left.
+// newTransports makes the transports of an agent. sink takes the outcomes. suspect is
+// called for each peer to which no transport is left.
 func newTransports(id core.AgentID, c *Config, log *zap.Logger, allow *allowList, sink core.Sink, suspect func(core.AgentID)) *transports {
 	return &transports{id: id, cfg: c, log: log, allow: allow, machine: sink, suspect: suspect, firstWait: firstWait, further: further, taking: new(sync.Mutex),
 		pairs: map[core.AgentID]*pair{}, active: map[half]transportOf{}, failedWrites: map[half]transportOf{}, memoryChanged: map[core.TransferID]error{}, moved: map[string]*TransportStats{}}
 }
 
-// add and lack are called before t is in use.
+// add adds a transport, and lack notes why this agent lacks one. Both are called before t is in use.
 func (t *transports) add(w core.Transport) {
 	t.list = append(t.list, w)
 	t.moved[w.Name()] = &TransportStats{Available: true}
@@ -145,15 +145,15 @@ func (t *transports) Dismiss(peer core.AgentID) {
 	}
 }
 
-// firstWait is how long a pair that has just met waits at most for better transports
-// while there is another.
+// firstWait is how long a pair that has just met waits at most for a better transport, if
+// another one can be used already.
 const firstWait = 2 * time.Second
 
-// further is how long Close waits for what has not ended in close_timeout_s: a transport for a peer or for the kernel, and
-// goroutines for the end of what they do. It is longer than rdma's own wait, so that rdma is not given up in it.
+// further is how long Close waits beyond close_timeout_s: for transports that wait for a peer or for the kernel, and for goroutines.
+// It is longer than rdma's own wait, so that Close does not give rdma up during that wait.
 const further = rdma.ToldBound + 2*time.Second
 
-// errPending: a transfer does not wait until a transport is set up.
+// errPending is the reason to pass a transport over that is not set up yet, since the transfer does not wait for that.
 var errPending = errors.New("its setup with that peer has not ended")
 
 var expired = func() context.Context {
@@ -189,8 +189,8 @@ func usableNow(w core.Transport, peer core.AgentID) error {
 	return err
 }
 
-// connectionLost notes that the connection to a peer by one transport broke, and says whether no other
-// is left: the peer may have been replaced then.
+// connectionLost notes that the connection to a peer by one transport broke. all says that no other transport is
+// left: then the peer may have been replaced.
 func (t *transports) connectionLost(peer core.AgentID, name string) (all bool) {
 	t.mu.Lock()
 	p := t.pairs[peer]
@@ -209,7 +209,7 @@ func (t *transports) connectionLost(peer core.AgentID, name string) (all bool) {
 	t.mu.Unlock()
 	return !slices.ContainsFunc(others, func(w core.Transport) bool {
 		err := usableNow(w, peer)
-		return err == nil || errors.Is(err, errPending) // which is told on its own, if it fails
+		return err == nil || errors.Is(err, errPending) // if a pending setup fails, the transport tells that by itself
 	})
 }
 
@@ -317,7 +317,7 @@ func (t *transports) stats() (by map[string]TransportStats, pairs []PairStats) {
 	return by, pairs
 }
 
-// counted is what t itself knows, beside what its transports have said.
+// counted returns the statistics that t itself counts, with what its transports have said.
 func (t *transports) counted(own map[string]map[string]uint64, lacking map[string]error) (by map[string]TransportStats, pairs []PairStats) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -63,7 +63,7 @@ func closed(w core.Transport) error {
 	return err
 }
 
-// end is that of a transport.
+// end says how the close of a transport ended.
 type end struct {
 	name string
 	err  error
@@ -72,15 +72,15 @@ type end struct {
 // closing are transports that are being closed.
 type closing struct {
 	ends chan end
-	open []string // those that have not ended
-	errs []error  // of the others
+	open []string // the transports whose close has not ended
+	errs []error  // the errors of the other transports
 }
 
 func (c *closing) ended(e end) {
 	c.errs, c.open = append(c.errs, e.err), slices.DeleteFunc(c.open, func(name string) bool { return name == e.name })
 }
 
-// wait waits until all have ended, or until it is late.
+// wait waits until all transports are closed, or until late.
 func (c *closing) wait(late <-chan struct{}) {
 	for len(c.open) > 0 {
 		select {
@@ -92,7 +92,7 @@ func (c *closing) wait(late <-chan struct{}) {
 	}
 }
 
-// take takes the ends that are there.
+// take notes the ends that have come already.
 func (c *closing) take() {
 	for len(c.ends) > 0 {
 		c.ended(<-c.ends)

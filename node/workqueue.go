@@ -7,13 +7,13 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// workQueues hold work that waits, in a queue for each key. As many goroutines as a queue
-// is wide take work from its front, side by side.
+// workQueues hold work that waits, in one queue for each key. Up to width goroutines take work
+// from the front of a queue, side by side.
 type workQueues[K comparable, T any] struct {
 	name  string
 	width int // goroutines of one queue
 	batch int // elements that a goroutine takes at a time
-	limit int // elements that wait in one queue; one more drops the oldest. 0: the caller bounds them
+	limit int // the most elements that wait in one queue: one more drops the oldest; 0: the caller bounds them
 	work  func(key K, part []T)
 	start func(name string, f func()) // runs f on a goroutine
 
@@ -62,12 +62,12 @@ func (l *workQueues[K, T]) run(key K, ln *workQueue[T]) {
 	}
 }
 
-// next takes from the front of a queue; nil ends the goroutine that called it.
+// next takes elements from the front of a queue. If it returns nil, the goroutine that called it must end.
 func (l *workQueues[K, T]) next(key K, ln *workQueue[T]) []T {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if n := min(len(ln.waiting), l.batch); n > 0 {
-		part := ln.waiting[:n:n] // nothing is written there any more
+		part := ln.waiting[:n:n] // add never writes there any more
 		ln.waiting = ln.waiting[n:]
 		return part
 	}
@@ -80,7 +80,7 @@ func (l *workQueues[K, T]) next(key K, ln *workQueue[T]) []T {
 	return nil
 }
 
-// wait returns when nothing waits and nothing is being done, or when ctx ends.
+// wait returns when no element waits and no goroutine works, or when ctx ends.
 func (l *workQueues[K, T]) wait(ctx context.Context) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -97,8 +97,8 @@ func (l *workQueues[K, T]) wait(ctx context.Context) {
 	}
 }
 
-// limiter bounds how much is done at a time, of all keys and of one key. If there is no
-// place it refuses at once.
+// limiter bounds how much is done at a time, for all keys together and for each key. If there is no
+// place, it refuses at once.
 type limiter[K comparable] struct {
 	limit, limitEach int
 

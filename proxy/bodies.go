@@ -20,53 +20,53 @@ const (
 	mediumBody = 1 << 20
 )
 
-// A client whose bodies arrive takes too much if it holds so many times as much as the one that finds no room. Its bodies give
-// way at once.
+// If the bodies of one client that are arriving hold so many times as much memory as the client that finds no room, the first client
+// takes too much: its bodies give way at once.
 const tooMuch = 4
 
-// leastReserve is how much more memory there must be than one body may have.
+// leastReserve is how much memory there must be beyond that of one body of the largest size.
 const leastReserve = 4 << 20
 
-// slowBody is for how long a body may arrive until it gives way when memory is short.
+// slowBody is how long a body may take to arrive. After that it gives way if memory is short.
 const slowBody = 10 * time.Second
 
-// errBodies is a request for which there is no memory.
+// errBodies refuses a request for which there is no memory.
 var errBodies = errors.New("other requests fill the memory for requests")
 
-// errSlowBody and errTooMuch are bodies that had to give way.
+// errSlowBody and errTooMuch refuse bodies that had to give way.
 var (
 	errSlowBody = fmt.Errorf("the body came too slowly, and gave way to others: %w", errBodies)
 	errTooMuch  = fmt.Errorf("this client's bodies hold the most, and gave way to another client's: %w", errBodies)
 )
 
-// errAnswers is an answer for which there is no memory.
+// errAnswers refuses an answer for which there is no memory.
 var errAnswers = errors.New("other answers fill the memory for those that are held whole")
 
-// bodies counts the memory of clients' requests: of their headers and bodies, and of what each takes that is under way. Apart from
-// them it counts that of answers that are held whole. What finds no room is refused. No body that is whole is let go for others: an
-// engine may be at work on it.
+// bodies counts the memory of clients' requests: of their headers, of their bodies, and of what each request that is under way takes
+// besides. It counts the memory of answers that are held whole by itself. If there is no memory for a request or an answer, bodies
+// refuses it. A body that is whole gives way to none, since an engine may be at work on it.
 type bodies struct {
 	most      int64
 	answers   int64 // the most that answers may take, but for small ones
-	longest   int64 // body
+	longest   int64 // the most bytes of a body
 	reserve   int64 // of most, for bodies that are not large
 	newcomers int64 // of reserve, for clients that hold no more than that
 	now       func() time.Time
 	refused   atomic.Int64
-	joining   sync.Mutex // of large texts: one is held twice at a time
+	joining   sync.Mutex // held while a large text is joined, which then takes its memory twice: only one at a time
 
 	mu       sync.Mutex
 	bytes    int64     // of requests
-	admitted int64     // of bytes, what requests take that are under way, without their bodies
+	admitted int64     // of bytes: those that requests under way take besides their bodies
 	answered int64     // of answers
-	arriving list.List // of *heldBody that take more than firstChunk, in the order in which they came there
+	arriving list.List // of *heldBody: bodies of more than firstChunk, in the order in which they grew to that
 	clients  map[string]*share
 }
 
 // share is what the requests of a client hold.
 type share struct {
 	bytes    int64
-	arriving int64 // of bytes, those of bodies that arrive
+	arriving int64 // of bytes: those of bodies that are arriving
 	requests int   // under way
 }
 
@@ -98,7 +98,7 @@ func (b *bodies) begin(client http.ResponseWriter, address string) *heldBody {
 	return &heldBody{of: b, client: client, from: clientOf(address), refs: 1}
 }
 
-// clientOf is whom an address counts for: a host, or by IPv6 its network, of which one host may have all addresses.
+// clientOf is the client that an address counts for: by IPv4 the host, by IPv6 its network, since one host may have all addresses of that.
 func clientOf(address string) string {
 	at, err := netip.ParseAddrPort(address)
 	if err != nil {
@@ -199,7 +199,7 @@ type eviction struct {
 	why  error
 }
 
-// evictable are the bodies that may give way to another that takes n bytes more, and what they hold. mu is held.
+// evictable returns the bodies that may give way to another body that takes n bytes more, and how many bytes they hold; mu is held.
 func (b *bodies) evictable(to *heldBody, n int64) (all []eviction, bytes int64) {
 	late, own := b.now().Add(-slowBody), b.share(to.from).arriving+n
 	if to.at == nil {
@@ -222,7 +222,7 @@ func (b *bodies) evictable(to *heldBody, n int64) (all []eviction, bytes int64) 
 	return all, bytes
 }
 
-// evict ends a body that arrives. mu is held.
+// evict ends a body that is arriving; mu is held.
 func (h *heldBody) evict(why error) {
 	h.of.refused.Add(1)
 	h.count(-h.bytes)
@@ -238,14 +238,14 @@ func (b *bodies) full(err error) error {
 	return &bodyError{fmt.Errorf("%w: --body-memory is %d bytes: try again later, or raise it", err, b.most)}
 }
 
-// evicted reports whether it has given way to others.
+// evicted reports whether the body has given way to others.
 func (h *heldBody) evicted() bool {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
 	return h.gone != nil
 }
 
-// whole says that all has come, and holds so many bytes. From then on it does not give way.
+// whole notes that the whole body has come, and that it holds so many bytes. From then on it does not give way.
 func (h *heldBody) whole(bytes int64) error {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
@@ -257,7 +257,7 @@ func (h *heldBody) whole(bytes int64) error {
 	return nil
 }
 
-// holds says that an answer now holds so many bytes.
+// holds notes that an answer now holds so many bytes.
 func (h *heldBody) holds(bytes int64) error {
 	if more := bytes - h.bytes; more > 0 {
 		return h.take(more)
@@ -266,14 +266,14 @@ func (h *heldBody) holds(bytes int64) error {
 	return nil
 }
 
-// add counts bytes that are refused no more.
+// add counts bytes that it is too late to refuse.
 func (h *heldBody) add(n int64) {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
 	h.count(n)
 }
 
-// keep has it counted until a further end, and so many bytes beside it.
+// keep adds a holder: the body is counted until end was called once more. It also counts own further bytes.
 func (h *heldBody) keep(own int64) {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
@@ -281,7 +281,7 @@ func (h *heldBody) keep(own int64) {
 	h.count(own)
 }
 
-// end is when one of its holders has let go, and of so many bytes beside it.
+// end is called when a holder has let go of the body, and of own further bytes.
 func (h *heldBody) end(own int64) {
 	h.of.mu.Lock()
 	defer h.of.mu.Unlock()
@@ -293,7 +293,7 @@ func (h *heldBody) end(own int64) {
 	h.refs--
 }
 
-// count changes what it holds. mu is held.
+// count changes how many bytes the body holds; mu is held.
 func (h *heldBody) count(n int64) {
 	if h.refs == 0 {
 		return

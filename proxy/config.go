@@ -52,16 +52,16 @@ type Config struct {
 	// up, or if the retries are spent. By the SGLang contract it is refused: decode servers
 	// cannot compute prompts.
 	FallbackDecode bool
-	// DecodeBelow is the size of a body in bytes below which a decode server gets a request alone and computes the prompt itself; 0:
-	// none does. By the SGLang contract it is refused.
+	// DecodeBelow is a size in bytes. If a request's body is smaller, only a decode server gets the request, and computes the prompt
+	// itself. 0: no request is that small. With the SGLang contract another value than 0 is refused.
 	DecodeBelow int64
 	// AccessLog logs a line for each completion request.
 	AccessLog bool
 
 	// MaxBody bounds a request's body.
 	MaxBody int64
-	// BodyMemory bounds the memory of all requests: of each under way, of its header, and of its body until decode begins to
-	// answer. Answers that are held whole may take a quarter as much beside it.
+	// BodyMemory bounds the memory of all requests: what each request under way takes, its header, and its body until decode begins to
+	// answer. Beside this, answers that are held whole may take a quarter as much.
 	BodyMemory int64
 	// BodyTimeout is how long a client may take for its body.
 	BodyTimeout time.Duration
@@ -69,8 +69,8 @@ type Config struct {
 	MaxRequests int
 	// RetryInterval is the time until a server that is not up is asked again.
 	RetryInterval time.Duration
-	// RefreshInterval is how often a server that is up is asked again whether it is up, and
-	// for its engine ids.
+	// RefreshInterval is how often the router asks a server that is up whether it is still up,
+	// and for its engine ids.
 	RefreshInterval time.Duration
 	// ShutdownTimeout is how long running requests may go on after the end of
 	// Run's context.

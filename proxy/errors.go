@@ -61,8 +61,8 @@ func (f *failure) mayRetry() bool {
 	return false
 }
 
-// answerFailure answers for the engines. If the client can do something about it or D has
-// spoken, it answers with an engine's own words, else with 503 and the reason.
+// answerFailure answers a request that the engines have not served. If the failure is an error of the
+// client's, or an answer of D's, the client gets the engine's own answer, else 503 and the reason.
 func (p *Proxy) answerFailure(w http.ResponseWriter, client context.Context, r *request, f *failure) {
 	r.err = f
 	switch {

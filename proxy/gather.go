@@ -6,25 +6,25 @@ import (
 	"slices"
 )
 
-// A text comes in chunks, of which each at most doubles what it holds. So a client that says that much will come, or
-// sends without a length, takes what it has sent.
+// A text is kept in chunks. Each chunk at most doubles the text's memory. So a client that announces a long text, or
+// sends one without a length, takes only memory for what it has sent.
 const (
 	firstChunk = 16 << 10
 	maxChunk   = 1 << 20
 )
 
-// gathered is a text that comes. Its memory is counted by held. Of the first chunk only what has come counts: a
-// connection without a body takes as much.
+// gathered is a text that is arriving. held counts its memory. Of the first chunk only the bytes that have come count,
+// since a connection without a body takes as much memory.
 type gathered struct {
 	held   *heldBody
 	full   [][]byte // chunks before the last
 	some   [8][]byte
 	last   []byte
-	bytes  int64 // of full
-	length int64 // of all, as it was said; -1 if it was not
+	bytes  int64 // how many bytes full has
+	length int64 // the text's length as the client has announced it; -1 if it has not
 }
 
-// gather begins a text that is said to have so many bytes, or -1.
+// gather begins a text. length is how many bytes the client has announced; -1 if it has announced none.
 func (h *heldBody) gather(length int64) *gathered {
 	size := int64(firstChunk) / 4
 	if length >= 0 {
@@ -34,7 +34,7 @@ func (h *heldBody) gather(length int64) *gathered {
 	return &h.text
 }
 
-// read reads on, and returns what has come.
+// read reads further bytes of the text, and returns those that have come.
 func (g *gathered) read(r io.Reader) ([]byte, error) {
 	if len(g.last) == cap(g.last) {
 		if err := g.grow(); err != nil {
@@ -72,7 +72,7 @@ func (g *gathered) grow() error {
 	return nil
 }
 
-// text is all that has come, as one. The chunks are let go.
+// text returns all that has come, as one text, and lets the chunks go.
 func (g *gathered) text() ([]byte, error) {
 	if g.full == nil {
 		size := min(int64(cap(g.last)), firstChunk)
@@ -94,7 +94,7 @@ func (g *gathered) text() ([]byte, error) {
 	return text, g.held.whole(int64(cap(text)))
 }
 
-// stop is all that has come, when the rest is not gathered.
+// stop returns all that has come, if the rest is not to be gathered.
 func (g *gathered) stop() ([][]byte, error) {
 	held := cap(g.last)
 	for _, one := range g.full {

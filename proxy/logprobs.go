@@ -33,8 +33,8 @@ func (c Contract) wantsPrompt(r *request) bool {
 	return c == SGLang && r.endpoint == "/generate" && bytes.Contains(r.fields.last("return_logprob"), []byte("true"))
 }
 
-// byIndex are the meta_info of P's answer: of one request, of a batch by position,
-// of a stream by the index in its events.
+// byIndex returns the meta_info objects of P's answer. If the request is a batch, they are by their position in it;
+// if the answer is a stream, by the index in its events.
 func (p *prompt) byIndex() map[int]fields {
 	out := map[int]fields{}
 	add := func(at int, text []byte) {

@@ -51,7 +51,7 @@ type sent struct {
 	held    *heldBody // counts the text; nil when it is let go, and of a short one
 }
 
-// send makes it a text. The body of which the text is stays counted for as long as the text lives.
+// send sets the text to send. The text lies in the memory of a body, which stays counted for as long as the text lives.
 func (s *sent) send(text pieces, body *heldBody) {
 	s.text = text
 	if text.size() > shortText {

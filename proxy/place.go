@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 )
 
-// place is one among the requests in flight. It is free again when every part of its
+// place is a request's place among the requests in flight. It is free again when every part of the
 // request is done.
 type place struct {
 	p       *Proxy
@@ -14,7 +14,7 @@ type place struct {
 	parts   atomic.Int32
 }
 
-// begin takes a place for a request, of which the body may be counted already, or gives the reason why there is none.
+// begin takes a place for a request. If there is none, it returns the reason. The request's body may be counted already.
 func (p *Proxy) begin(r *http.Request, body *heldBody) (_ *place, reason string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

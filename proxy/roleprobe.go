@@ -20,7 +20,7 @@ func (t *roleProbe) begin() (question uint64) {
 	return t.started
 }
 
-// answer notes an answer, unless a later question has one.
+// answer notes the answer to a question, unless a later question has been answered already.
 func (t *roleProbe) answer(question uint64, role string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -29,16 +29,17 @@ func (t *roleProbe) answer(question uint64, role string) {
 	}
 }
 
-// stoppedReporting reports whether a server that has told its role before does so no more.
+// stoppedReporting reports whether a server has told its role before and does not tell it any more.
 func (t *roleProbe) stoppedReporting(role string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return role == "" && t.reports
 }
 
-// doIfCurrent does what follows from a role, and reports true, unless the server's last word is another role.
+// doIfCurrent calls do, which does what follows from a role, and reports true. If the server's last answer was another role, it
+// does not call do, and reports false.
 func (t *roleProbe) doIfCurrent(role string, do func()) bool {
-	if t == nil { // by contracts without changes of role
+	if t == nil { // the contract has no changes of role
 		do()
 		return true
 	}

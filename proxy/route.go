@@ -19,7 +19,7 @@ type request struct {
 	endpoint string
 	id       string      // the client's X-Request-Id, or one of ours
 	header   http.Header // the client's
-	held     *heldBody   // the body, of which the fields are; nil when it is not sent again
+	held     *heldBody   // the body that fields lie in; nil when it is not sent again
 	fields   fields
 	size     int // of the body
 	began    time.Time
@@ -31,11 +31,11 @@ type request struct {
 	err     error
 
 	mu      sync.Mutex
-	answers []*heldBody // engines', which are counted until the end
+	answers []*heldBody // the engines' answers that are counted until the request ends
 	ended   bool
 }
 
-// letGo forgets the body, which is sent to no further engine.
+// letGo forgets the body. It is called when the body is sent to no further engine.
 func (r *request) letGo() {
 	if r.held != nil {
 		r.held.end(0)
@@ -43,7 +43,7 @@ func (r *request) letGo() {
 	}
 }
 
-// keep has an answer counted until the request ends. P's may come after that.
+// keep has an answer counted until the request ends. P's answer may come after that end.
 func (r *request) keep(answer *heldBody) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -54,7 +54,7 @@ func (r *request) keep(answer *heldBody) {
 	r.answers = append(r.answers, answer)
 }
 
-// end is when the client has its answer.
+// end is called when the client has its answer.
 func (r *request) end() {
 	r.letGo()
 	r.mu.Lock()
@@ -74,15 +74,15 @@ type attempt struct {
 	prefill, decode target
 	// What each of them is sent.
 	toPrefill, toDecode sent
-	short               bool    // D gets it alone, since it is so small
+	short               bool    // only D gets the request, since it is so small
 	prompt              *prompt // P's answer, if D's lacks something of it
 	refusal             atomic.Pointer[string]
 	handOver            handOver
 }
 
-// refused is P's failure, which takes the place of D's answer if P said that there is nothing
-// to load and D failed because of that. D was asked nevertheless: it may be set to compute
-// the prompt itself.
+// refused returns the failure to tell the client. If P said that there is nothing to load, and D
+// failed because of that, it is P's failure in place of D's. The router asks D although P has
+// said so, since D may be set to compute the prompt itself.
 func (a *attempt) refused(f *failure) *failure {
 	reason := a.refusal.Load()
 	if reason == nil || f.answer == nil || f.answer.status != http.StatusInternalServerError {

@@ -28,25 +28,25 @@ func maxConns(cfg Config) int { return max(leastConns, connsPerRequest*cfg.MaxRe
 // maxLongHeads bounds the bytes of headers that have not come whole.
 const maxLongHeads = 2 << 20
 
-// What the router's memory may be beside requests and answers: of each connection, and of the rest.
+// How much memory the router may take beside requests and answers: for each connection, and for all the rest.
 const (
 	connMemory  = 16 << 10
 	otherMemory = 32 << 20
 )
 
-// memoryBound is by how much the router's memory grows at the most, whatever clients do.
+// memoryBound is how much the router's memory may grow at most, whatever clients do.
 func memoryBound(cfg Config) int64 {
 	const answers = 4 // a quarter of what requests may take
-	// A text of which the chunks become one is held twice, one at a time.
+	// While the chunks of a text are joined, the text is in memory twice. Only one large text is joined at a time: hence MaxBody.
 	return cfg.BodyMemory + cfg.BodyMemory/answers + cfg.MaxBody + int64(maxConns(cfg))*connMemory + otherMemory
 }
 
 // memoryFor is a --body-memory with room for so many requests and short bodies, as the defaults have.
 func memoryFor(requests int) int64 { return int64(requests) * requestMemory / 7 * 8 }
 
-// boundHeap has Go collect what was let go before there is more of it than of what is held: by itself Go lets a heap
-// double. Go passes its bound while it collects, so that otherMemory stays free. undo is for the end. A bound that was set already
-// stays, as by GOMEMLIMIT.
+// boundHeap sets a bound on Go's heap, so that Go collects memory that was let go early enough. By itself Go lets the heap double before
+// it collects. Go's heap may pass its bound while it collects: so otherMemory stays free for that. A bound that is set already, as by
+// GOMEMLIMIT, stays. The caller calls undo at the end.
 func boundHeap(cfg Config) (undo func()) {
 	if debug.SetMemoryLimit(-1) != math.MaxInt64 {
 		return func() {}

@@ -23,17 +23,17 @@ const maxDPSize = 65536
 // maxInfo bounds what is read of a server's word on its model and its role.
 const maxInfo = 1 << 20
 
-// otherRole is why a server is not used in the role in which it is given.
+// otherRole is the reason not to use a server in the role in which it is given.
 type otherRole struct{ has, given string }
 
 func (e *otherRole) Error() string {
 	return fmt.Sprintf("its disaggregation_mode is %s, but it is given as a %s server", e.has, e.given)
 }
 
-// probeSGLang asks whether an SGLang server is up in its role, and once for its ranks. An idle engine
-// computes a token for /health, and a busy one answers with its next token, which a long
-// prompt holds up. So /health is asked only until the server is up. From then on it is
-// enough that the server answers.
+// probeSGLang asks whether an SGLang server is up in its role, and once for its ranks. For /health an idle engine
+// computes a token, and a busy one answers with its next token, which a long
+// prompt holds up. So the router asks for /health only until the server is up. From then on the server
+// counts as up as long as it answers the question for its role.
 func (p *Proxy) probeSGLang(ctx context.Context, s *server) (ranks []rank, role string, err error) {
 	question := s.roleProbe.begin()
 	if role, err = p.roleOf(ctx, s); err != nil {
@@ -58,7 +58,8 @@ func (p *Proxy) probeSGLang(ctx context.Context, s *server) (ranks []rank, role 
 	return ranks, role, err
 }
 
-// ranksOf asks a server for its bootstrap port and its ranks, and for the role that it began with if it does not tell the one that it has.
+// ranksOf asks a server for its bootstrap port and its ranks. If the server does not tell the role that it has now, ranksOf also asks for
+// the role with which it began.
 func (p *Proxy) ranksOf(ctx context.Context, s *server, role string) ([]rank, error) {
 	var info serverInfo
 	for _, path := range []string{"/server_info", "/get_server_info"} { // the second is its former name
@@ -76,7 +77,7 @@ func (p *Proxy) ranksOf(ctx context.Context, s *server, role string) ([]rank, er
 		break
 	}
 	switch {
-	case role == "" && info.Mode != "" && info.Mode != s.role: // of a server that has changed its role this is the first one
+	case role == "" && info.Mode != "" && info.Mode != s.role: // Mode is the role with which the server began
 		return nil, &otherRole{info.Mode, s.role}
 	case info.BootstrapPort < 0 || info.BootstrapPort > 65535 || info.DPSize < 0 || info.DPSize > maxDPSize:
 		return nil, fmt.Errorf("it says that its bootstrap port is %d and its dp_size %d", info.BootstrapPort, info.DPSize)
@@ -92,8 +93,8 @@ func (p *Proxy) ranksOf(ctx context.Context, s *server, role string) ([]rank, er
 	return ranks, nil
 }
 
-// roleOf asks a server for its role, which may change while it runs; empty if the server does not say. A server
-// that refuses the question lives too, for instance because it asks for a key.
+// roleOf asks a server for its role, which may change while the server runs. The role is empty if the server does not say it.
+// If a server refuses the request, for instance because it wants a key, that is no error: the server lives.
 func (p *Proxy) roleOf(ctx context.Context, s *server) (string, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.path("/model_info"), nil)
 	if err != nil {

@@ -53,8 +53,8 @@ func (f fields) checkXargs(c Contract) error {
 	return nil
 }
 
-// mayBeJSON: some engine may take a text for JSON, whatever type it is said to have. JSON
-// comes in other encodings too, and Python reads some that Go does not.
+// mayBeJSON says whether some engine may read a text as JSON, whatever its Content-Type says. JSON
+// comes in other encodings than UTF-8 too, and Python reads some that Go does not.
 func mayBeJSON(text []byte) bool {
 	text = bytes.TrimLeft(text, " \t\r\n")
 	if len(text) == 0 {
@@ -137,7 +137,7 @@ func (b *passed) read(p *Proxy, w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	held, err := p.bodies.beginRequest(w, r)
-	defer held.end(0) // from then on what is sent holds it
+	defer held.end(0) // the bodies to send have become holders by then
 	if err != nil {
 		return err
 	}
@@ -166,8 +166,8 @@ func (b *passed) read(p *Proxy, w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// readBytes is read of a type that is no text. Such bodies are large, and go on as they
-// come. One that begins like JSON is searched, since some engines do not look at the type.
+// readBytes does what read does, for bodies whose type is no text. Such bodies are large, and the router passes them
+// on as they come. If a body begins like JSON, it searches the body, since some engines do not look at the type.
 func (b *passed) readBytes(p *Proxy, body io.Reader, length int64, held *heldBody) error {
 	g := held.gather(length)
 	isJSON, err := g.readBegin(body)

@@ -47,7 +47,7 @@ func (a *answer) streams() bool {
 	return strings.HasPrefix(a.resp.Header.Get("Content-Type"), "text/event-stream")
 }
 
-// brokeOff is the error of an answer that broke off; nothing of it has been passed on.
+// brokeOff is the error of an answer that broke off before the router has passed on any of it.
 func (a *answer) brokeOff() error {
 	if len(a.first) == 0 {
 		return fmt.Errorf("no answer after the headers: %w", a.err)
@@ -123,8 +123,9 @@ func passHeader(to, from http.Header) {
 	}
 }
 
-// relay writes an answer to the client as it arrives. It returns nil if the client has all
-// of it. After an error the client must not take what it has for the whole.
+// relay writes an answer to the client as it arrives. It returns nil if the client has the whole
+// answer. If it returns an error, the client has only a part, and the caller must not let the client
+// take this part for the whole answer.
 func (a *answer) relay(w http.ResponseWriter) error {
 	passHeader(w.Header(), a.resp.Header)
 	c := http.NewResponseController(w)

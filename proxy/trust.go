@@ -7,7 +7,7 @@ import (
 	"os"
 )
 
-// SystemCA as Config.BootstrapCA means the system's authorities.
+// SystemCA is the value of Config.BootstrapCA that stands for the system's authorities.
 const SystemCA = "system"
 
 // bootstrapTrust reads the authority of the bootstrap ports; nil means the

@@ -10,17 +10,18 @@ import (
 	"github.com/kvconn/kvconn/internal/httpserve"
 )
 
-// uploads are the bodies that go on to an engine while they come. Each holds one of the places for requests, so that there
-// may be a quarter as many; at that, the one that began first gives way.
+// uploads are the bodies that the router passes on to an engine while they arrive. Each upload holds one of the places for
+// requests, so there are at most a quarter as many uploads as such places. If one more begins, the one that began first gives
+// way.
 type uploads struct {
 	most int
 	mu   sync.Mutex
-	list list.List // of func(), which end one
+	list list.List // of func(): each ends one upload
 }
 
 var errUploads = errors.New("the body came too slowly, and gave way to others")
 
-// upload is one of them.
+// upload is one such body.
 type upload struct {
 	io.Reader
 	of   *uploads
@@ -54,7 +55,7 @@ func (u *upload) Close() error {
 	return nil
 }
 
-// end is when the body has come, or is not read any more.
+// end is called when the whole body has come, or when nobody reads it any more.
 func (u *upload) end() {
 	u.once.Do(func() {
 		u.of.mu.Lock()

@@ -256,7 +256,7 @@ func (p *Proxy) send(ctx context.Context, a *attempt, t target, body *sent) (*ht
 	}
 	req.Header["Content-Type"] = []string{"application/json"}
 	req.Header["X-Request-Id"] = []string{a.engineRequestID()}
-	if t.dp != unranked && p.cfg.Contract != SGLang { // SGLang's engines are told in the body
+	if t.dp != unranked && p.cfg.Contract != SGLang { // SGLang's engines are told the dp rank in the body
 		req.Header["X-Data-Parallel-Rank"] = []string{strconv.Itoa(t.dp)}
 	}
 	since := t.server.times()

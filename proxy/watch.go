@@ -57,8 +57,9 @@ func (p *Proxy) look(ctx context.Context, s *server) time.Duration {
 	return p.cfg.RetryInterval
 }
 
-// askAgain asks a server between its probes, for a request that waits, and reports whether the choice may be another one by now. All
-// requests that wait for one server ask once together. If it was silent, nobody asks for RetryInterval: else each request would wait.
+// askAgain asks a server between its probes, for a request that waits, and reports whether the router might now choose another server.
+// All requests that wait for one server ask once together. If the server was silent, nobody asks it again within RetryInterval, since
+// each request would wait for that.
 func (p *Proxy) askAgain(ctx context.Context, s *server) bool {
 	if _, up, _, _ := s.state(); up { // it is asked for what it has become since, and a question from before does not tell that
 		ctx, cancel := context.WithTimeout(ctx, p.askTimeout)
@@ -132,7 +133,7 @@ func (p *Proxy) ask(ctx context.Context, s *server) error {
 	return err
 }
 
-// noteUp has a server chosen again, in no more than one role.
+// noteUp notes that a server is up, so that it is chosen again. If it is given in both roles, it is chosen in this one only.
 func (p *Proxy) noteUp(s *server, ranks []rank) {
 	wasUp, changed := s.setUp(ranks)
 	if !wasUp && s.other != nil {
@@ -168,7 +169,8 @@ func serverFields(s *server, err error) []zap.Field {
 	return []zap.Field{zap.String("role", s.role), zap.String("url", s.url), zap.Error(err)}
 }
 
-// probe asks a server whether it is healthy and, if it prefills, for its ranks. role is the one that the server told, if it tells any.
+// probe asks a server whether it is healthy and, if it is a prefill server, for its ranks. role is the role that the server tells; "" if it
+// tells none.
 func (p *Proxy) probe(ctx context.Context, s *server) (ranks []rank, role string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()

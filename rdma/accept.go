@@ -16,7 +16,7 @@ import (
 // marksDepth is how many marks a lane takes before D has looked at them.
 const marksDepth = 512
 
-// accepted is what came of an offer.
+// accepted is D's result for one offer of a lane: the lane, or why there is none.
 type accepted struct {
 	lane *lane
 	err  error
@@ -123,8 +123,8 @@ func (r *receiver) portDown(p *localPort, cause error) {
 	}
 }
 
-// portUp tells each P that a port has become active, if P has lanes at other ports or
-// reached none. Otherwise P learns of the port when it connects.
+// portUp tells each P that a port has become active, if P has lanes at other ports, or has
+// reached no port. Any other P learns of the port when it connects.
 func (r *receiver) portUp(p *localPort) {
 	for _, src := range r.all() {
 		src.mu.Lock()

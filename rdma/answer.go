@@ -51,7 +51,7 @@ func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 		switch {
 		case err == nil:
 			src.connected(s)
-		case len(s.Lanes) == 0 && s.Reason != "": // P found no way to the memory of before
+		case len(s.Lanes) == 0 && s.Reason != "": // P says that it has found no path to the old memory
 			src.requestAgain()
 		default:
 			return nil, err
@@ -78,7 +78,7 @@ func (src *source) knows(s *signal) error {
 	return nil
 }
 
-// current refuses what P says of lanes that it makes with keys of before; src.mu is held.
+// current refuses a signal about lanes that P makes with old keys of D's; src.mu is held.
 func (src *source) current(s *signal) error {
 	if src.renewed && !bytes.Equal(s.Secret, src.secret) && !(s.Reason != "" && len(s.Secret) == 0) && !defect.On("rdma-old-keys") {
 		return refusef("decode agent %s has registered other memory since: ask for its keys anew", src.r.t.id)
@@ -187,7 +187,7 @@ func (src *source) open(o *laneOffer) *lane {
 	return nil
 }
 
-// connected takes P's word of which lanes it keeps; src.mu is held.
+// connected ends the lanes that P does not keep, by P's signal; src.mu is held.
 func (src *source) connected(s *signal) {
 	keep := map[uint32]bool{}
 	for _, id := range s.Lanes {

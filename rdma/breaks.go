@@ -201,8 +201,8 @@ func (cn *conn) killGrant(seq uint64) {
 	}
 }
 
-// drain takes D's word that grants are dead. It returns those that may still have bytes
-// on their way; tellDrained tells D when they have none.
+// drain handles D's signal that grants are dead. It returns those grants that may still have
+// bytes on their way; tellDrained tells D when they have none.
 func (cn *conn) drain(m *signal) (pending []uint64) {
 	for _, seq := range m.Seqs {
 		cn.killGrant(seq)
@@ -256,10 +256,10 @@ func (cn *conn) tellDrained() {
 	}
 }
 
-// grantsReceived takes D's list of the grants that are alive. A D without lanes revokes without
-// telling P, so stripes that wait for a lane learn of it here. A grant is also dead once
-// its transfer has arrived. So nothing follows for stripes that are under way, nor for
-// lost ones before D has said whether they arrived.
+// grantsReceived handles D's list of the grants that are alive. A D without lanes revokes without
+// telling P, so P learns here that grants of stripes which wait for a lane are dead. But a grant is also
+// dead once its transfer has arrived. So grantsReceived ends no stripes that are under way, and no lost
+// stripes before D has said whether they have arrived.
 func (cn *conn) grantsReceived(rep *reply) {
 	cn.grants.update(rep.Next, rep.Live)
 	if len(cn.lost) > 0 {

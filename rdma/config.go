@@ -39,17 +39,17 @@ type Config struct {
 	Idle            time.Duration // rdma_idle_s: queue pairs without a transfer for so long are closed
 	RelaxedOrdering string        // rdma_relaxed_ordering: auto (where the device has it), on (else an error), off
 
-	// Fallback says that another transport takes what this one cannot. New makes do with the
-	// devices that take the memory, and where no port is active it waits for one.
+	// Fallback says that another transport takes the transfers that this one cannot. So New leaves
+	// out the devices that cannot register the memory, and if no port is active, it waits for one.
 	Fallback bool
 
-	// Guard, if set, can refuse the address of a peer's RoCE port. InfiniBand's are none of IP.
+	// Guard, if set, can refuse the address of a peer's RoCE port. InfiniBand's addresses are not of IP.
 	Guard func(netip.Addr) error
 
 	GPUs      GPUs // nil: all regions lie in the host's memory
 	SendsOnly bool // the agent is no decode agent: nobody writes its memory
 
-	MaxTransfers   int           // max_transfers: expected at a time
+	MaxTransfers   int           // max_transfers: the most that are expected at a time
 	ConnectTimeout time.Duration // connect_timeout_s: the handshake with a peer, its probes included
 	StallTimeout   time.Duration // stall_timeout_s: a transfer without progress ends
 	Logger         *zap.Logger   // nil logs nothing
@@ -62,9 +62,9 @@ const (
 	OrderStrict  = "off"
 )
 
-// DefaultConfig is a Config with everything that has a default. With Timeout 14
-// and Retry 6 a path that swallows all packets is given up after 0.5 s, at most
-// 2 s on devices that stretch the timeout as the standard lets them.
+// DefaultConfig is a Config with the defaults of all fields that have one. With Timeout 14
+// and Retry 6 the device gives up a path that swallows all packets after 0.5 s, or after 2 s
+// at most if it stretches the timeout as the standard lets it.
 func DefaultConfig() Config {
 	return Config{
 		GIDIndex: -1, QueuePairs: 2, SendDepth: 512, Timeout: 14, Retry: 6, RNRRetry: 7, MinRNRTimer: 12,

@@ -12,7 +12,7 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// conn is all that leads from P to one D: D's memory, the lanes to it, and the writes.
+// conn is a P's connection to one D: it has D's keys, the lanes to D, and the writes.
 type conn struct {
 	t      *Transport
 	peer   core.AgentID
@@ -23,7 +23,7 @@ type conn struct {
 	ended  error       // why the connection has ended
 	remote *remoteInfo // D's ports and keys; nil where the state says that P has none
 	lanes  []*lane
-	lastID uint32 // of a lane
+	lastID uint32 // the id of the newest lane
 	paths  map[pathKey]*path
 	writes map[*write]struct{}
 	bySeq  map[uint64]*write
@@ -37,15 +37,15 @@ type conn struct {
 	sleep        *time.Timer // closes the lanes when nothing was written for Config.Idle
 	looks        *time.Timer // runs while requests are under way, and ends lanes that complete none
 
-	held    []uint64 // grants as in drained, but D must end its side of lost lanes first
-	drained []uint64 // grants of which nothing is on its way any more; D is to be told
+	held    []uint64 // grants like those in drained, but D must end its side of lost lanes first
+	drained []uint64 // grants that have no byte on its way any more, until D is told
 	tells   bool     // the goroutine of tellDrained runs
 
 	// Left by update, to be done without the lock.
 	outcomes  []*write
 	downCause error
 
-	// Scratch of pump. Of all plans that are written to D no more pieces are held than window has.
+	// Scratch of pump. The plans that P writes to D have no more pieces in memory than window holds.
 	chain  [maxChain]verbs.Write
 	pieces [maxChain * 4]verbs.SGE
 	window [maxChain]kv.Pair
@@ -120,10 +120,10 @@ func (cn *conn) portUp(at func(pathKey) bool) {
 	}
 }
 
-// pathKey names the pair of ports of P's end.
+// pathKey names the pair of ports between which a lane goes; l is P's end of the lane.
 func (l *lane) pathKey() pathKey { return pathKey{l.port.index, l.remote} }
 
-// path returns the path that a plan names, and makes it if it is new; cn.mu is held.
+// path returns the path that a plan names. If the path is new, path makes it; cn.mu is held.
 func (cn *conn) path(c *planned) *path {
 	r := cn.paths[c.key]
 	if r == nil {

@@ -133,18 +133,18 @@ func (cn *conn) hasLanes() bool {
 	return len(cn.lanes) > 0
 }
 
-// remoteInfo holds the ports and keys that D has told. It does not change.
+// remoteInfo holds the ports and keys that D has told P. Nobody changes it once it is made.
 type remoteInfo struct {
 	secret  []byte
 	ports   map[int]*portInfo
-	tables  map[int]*keyTable // by D's port, as scratch is
+	tables  map[int]*keyTable // by D's port, like scratch
 	scratch map[int]keyInfo
 	areas   map[int][]keyInfo
 	refused map[int]error // why a GID of a port is not in it
 	gpus    int
 }
 
-// epoch names D's keys in P's words about lanes: D's secret, which is another when the keys are.
+// epoch says, in P's messages about lanes, which keys of D's are meant. It is D's secret: D has a new secret when it has new keys.
 func (f *remoteInfo) epoch() []byte {
 	if f == nil {
 		return nil

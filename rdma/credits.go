@@ -53,7 +53,7 @@ func newSendQueue[H any](depth int, maxBytes uint64, every int) *sendQueue[H] {
 	}
 }
 
-// room is how much may be posted now. Bytes may be exceeded by the last write.
+// room is how much may be posted now. The last write may exceed bytes.
 func (q *sendQueue[H]) room() (requests int, bytes uint64) {
 	return q.depth - q.requests, q.maxBytes - min(q.bytes, q.maxBytes)
 }
@@ -64,10 +64,10 @@ func (q *sendQueue[H]) idle() bool { return q.requests == 0 }
 // last is the ID of the request that was posted last; 0 before the first.
 func (q *sendQueue[H]) last() uint64 { return q.next - 1 }
 
-// posting takes the credits of a chain that is posted next, for which there must be room.
-// It sets each write's ID, and whether it is signalled: each every-th write, one whenever
-// half of the queue's bytes wait for a signal, the owner's last (end: it has no more to
-// post now), and the chain's last if no signalled request is under way.
+// posting takes the credits of the chain that is posted next; there must be room for it. It sets the
+// ID of each write, and whether the write is signalled. Each every-th write is signalled, and a write
+// after which half of the queue's bytes wait for a signal. If end is true, the owner has no more to post
+// now, and the chain's last write is signalled. If no signalled request is under way, it is signalled too.
 func (q *sendQueue[H]) posting(owner H, writes []verbs.Write, pieces []verbs.SGE, end bool) {
 	if len(writes) > q.depth-q.requests {
 		panic(fmt.Sprintf("rdma: %d requests are posted with %d of %d under way", len(writes), q.requests, q.depth))
@@ -105,9 +105,9 @@ func (q *sendQueue[H]) posting(owner H, writes []verbs.Write, pieces []verbs.SGE
 	}
 }
 
-// completed returns the batches that are done when the request with that ID is done:
-// one for each call, the oldest first, and false when there are no more. After a failed
-// completion the batches before its ID are done, and flush returns the others.
+// completed returns, when the request with that ID is done, the batches that are then done.
+// Each call returns one of them, the oldest first, and false if none is left. If the request
+// has failed, completed returns the batches before its ID, and flush the others.
 func (q *sendQueue[H]) completed(id uint64) (b batch[H], ok bool) {
 	if q.n == 0 || q.ring[q.head].last > id || id >= q.next {
 		return b, false
@@ -125,8 +125,8 @@ func (q *sendQueue[H]) owner(id uint64) (h H, ok bool) {
 	return h, false
 }
 
-// flush returns the batches under way on a queue pair that is gone: one for each call,
-// the oldest first.
+// flush returns the batches that are under way on a queue pair that is gone. Each call
+// returns one of them, the oldest first, and false if none is left.
 func (q *sendQueue[H]) flush() (b batch[H], ok bool) {
 	if q.n == 0 {
 		return b, false

@@ -25,7 +25,7 @@ type device struct {
 	closed    bool
 	memory    atomic.Pointer[memory] // nil: not registered
 	lacksGPUs atomic.Bool            // it lacks the GPUs' memory
-	keeps     bool                   // memory of before cannot be deregistered
+	keeps     bool                   // the device could not deregister the old memory
 }
 
 // localPort is a port that the configuration selects.

@@ -184,7 +184,7 @@ func (r *receiver) dismiss(peer core.AgentID) {
 	}
 }
 
-// leave tells a P that it may not write any more. From here on P opens no lane.
+// leave tells a P that it may not write any more. From now on P can make no lane to this agent.
 func (src *source) leave(why string) {
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -195,8 +195,8 @@ func (src *source) leave(why string) {
 	src.r.t.sayBye(src.peer, &signal{Kind: signalBye, Ticket: src.ticket, Secret: src.secret, Reason: why})
 }
 
-// close ends everything; no byte can land when it returns nil. No source waits for another one's lanes, which the kernel may take its time to
-// destroy: the transfers of the others are fenced meanwhile.
+// close ends everything. When it returns nil, no byte can land. The kernel may take long to destroy the lanes of a source. So no source
+// waits for another one's lanes: meanwhile the transfers of the others are fenced.
 func (r *receiver) close() error {
 	r.mu.Lock()
 	r.closed = true

@@ -12,7 +12,7 @@ import (
 	defect "github.com/kvconn/kvconn/internal/fault"
 )
 
-// What a device, a connection and a source do when the GPUs' memory becomes another: see renew.go.
+// This file has what a device, a connection and a source do when the GPUs' memory changes: see renew.go.
 
 // forget deregisters the GPUs' memory.
 func (d *device) forget(log *zap.Logger) {
@@ -34,7 +34,7 @@ func (d *device) forget(log *zap.Logger) {
 	d.memory.Store(stripped)
 }
 
-// without is the memory without the GPUs'.
+// without returns the memory without the part that lies on GPUs.
 func (m *memory) without() *memory {
 	stripped := *m
 	stripped.gpu, stripped.keys, stripped.local, stripped.by = nil, nil, nil, ""
@@ -47,7 +47,7 @@ func (m *memory) without() *memory {
 	return &stripped
 }
 
-// renew registers the GPUs' memory of now. If it fails, the device has none of it.
+// renew registers the GPUs' memory that is there now. If renew fails, the device has none of the GPUs' memory.
 func (d *device) renew(r *registry, exports []*export) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -80,8 +80,8 @@ func (d *device) renew(r *registry, exports []*export) error {
 	return nil
 }
 
-// forget ends the writes of before and closes the lanes: the peer's keys are asked for anew, and it hears that nothing
-// comes this way meanwhile. Writes that have come since wait; cn.mu is held.
+// forget ends the writes in the old memory and closes the lanes. P asks D for its keys anew, and tells D that meanwhile
+// nothing comes by rdma. Writes that wait already for the new memory go on waiting; cn.mu is held.
 func (cn *conn) forget(cause error) {
 	for w := range cn.writes {
 		if !w.waits {
@@ -107,7 +107,7 @@ func (cn *conn) returned() {
 	}
 }
 
-// absent tells D that nothing comes this way now, and why. If D does not hear it, it will ask; if D is gone, the error
+// absent tells D that nothing comes by rdma now, and why. If D does not hear this, it will ask. If D is gone, the error
 // says so.
 func (cn *conn) absent(why error) error {
 	cn.mu.Lock()
@@ -124,8 +124,8 @@ func (cn *conn) absent(why error) error {
 	return fmt.Errorf("%w: %w", core.ErrOtherWay, why)
 }
 
-// forget ends all lanes and transfers of a P. Its keys of the memory, and what it may yet say about lanes that it makes
-// with them, are void: it gets another secret.
+// forget ends all lanes and transfers of a P. D makes a new secret, so P's keys of the memory are void, and so is
+// whatever P yet says about lanes that it makes with them.
 func (src *source) forget(cause error) {
 	src.mu.Lock()
 	src.beginAll()

@@ -17,8 +17,8 @@ import (
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
 
-// GPUs are the devices in whose memory some regions lie. A region's Memory has the number.
-// "Device" is RDMA's word for a card here.
+// GPUs are the GPUs in whose memory some regions lie. A region's Memory has the GPU's number.
+// In this package "device" means an RDMA card.
 type GPUs interface {
 	Count() int
 	// Name is for people, PCI as in /sys/bus/pci/devices.
@@ -29,18 +29,18 @@ type GPUs interface {
 	Export(gpu int, name string, addr, bytes uint64) (file *os.File, offset uint64, err error)
 	// Capable says why a card may not reach the memory, however it is registered.
 	Capable(gpu int, name string, addr, bytes uint64) error
-	// Flushable says why Flush cannot work. When Flush has returned, what cards wrote before is
-	// seen by work that is given to the GPU later. If its error wraps core.ErrMayLand, that may yet land.
+	// Flushable says why Flush cannot work. When Flush has returned, work that the GPU gets later
+	// sees what cards wrote before. If the error of Flush wraps core.ErrMayLand, these bytes may yet land.
 	Flushable(gpu int) error
 	Flush(gpu int) error
-	// Check says which region's memory is not what was registered any more.
+	// Check names a region whose memory is not what was registered any more; nil: there is none.
 	Check() error
-	// Scratch is memory of the GPU that is no region's.
+	// Scratch gives memory of the GPU that belongs to no region.
 	Scratch(gpu int, bytes uint64) (GPUScratch, error)
 }
 
-// GPUScratch is memory that probes write and read. Put copies bytes to offset and waits, Get
-// copies from there.
+// GPUScratch is memory of a GPU that probes write and read. Put copies bytes to an offset and waits
+// until they are there. Get copies bytes from an offset.
 type GPUScratch interface {
 	Addr() uint64
 	Put(ctx context.Context, offset uint64, b []byte) error
@@ -55,8 +55,9 @@ type gpuRange struct {
 	name string // of the first region that lies in it
 }
 
-// gpuRanges are the ranges that hold a layout's regions on GPUs: each region by itself, unless
-// regions overlap. Then they lie in one allocation, which neighbours need not.
+// gpuRanges returns the ranges that hold a layout's regions on GPUs. Regions that overlap have one
+// range, since they lie in one allocation. Every other region has a range of its own, also if it
+// touches another region, since neighbours may lie in two allocations.
 func gpuRanges(l *kv.Layout) (out []gpuRange) {
 	for i, r := range regionRanges(l) {
 		if gpu, ok := l.Regions[i].Memory.Device(); ok {

@@ -9,12 +9,13 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// Which cards a GPU's blocks go by: the nearest ones. Cards that are far from a GPU reach it by way
-// of the processor, at a fraction of their speed, so a transfer of a GPU's memory never takes both.
+// A GPU's blocks go by the cards that are nearest to it. Cards that are far from a GPU reach it by way
+// of the processor, at a fraction of their speed. So a transfer of a GPU's memory never takes near cards
+// and far ones together.
 
-// gpuPlace is where a GPU is, and its number among the host's GPUs. Ranks of one host have each a GPU
-// of their own and do not know each other: if several cards are equally near, the number keeps
-// them from taking the same.
+// gpuPlace returns where a GPU is, and its number among the host's GPUs. The ranks of one host have a GPU
+// each, and do not know each other. If several cards are equally near, the number keeps the ranks from all
+// taking the same card.
 func gpuPlace(sys fs.FS, pci string) (at place, number int) {
 	at, err := placeOf(sys, "bus/pci/devices/"+pci)
 	if err != nil {
@@ -36,8 +37,8 @@ func readWord(sys fs.FS, pci, file string) string {
 	return strings.TrimSpace(string(b))
 }
 
-// memoryOf is the memory in which the source of what a write is given lies. Where it lies in several,
-// that of the first piece counts.
+// memoryOf is the memory in which the blocks of a part of a write lie. If they lie in several memories,
+// it is that of the first piece.
 func (cn *conn) memoryOf(g *writePart) kv.Memory {
 	if cn.t.cfg.GPUs == nil {
 		return kv.HostMemory
@@ -55,7 +56,7 @@ func (cn *conn) memoryOf(g *writePart) kv.Memory {
 	return cn.t.layout.Regions[pairs[0].SrcRegion].Memory
 }
 
-// distanceTo is how near the port is to a memory of the agent's.
+// distanceTo says how near the port is to a memory of this agent.
 func (p *localPort) distanceTo(m kv.Memory) distance {
 	if gpu, ok := m.Device(); ok {
 		return p.nearGPU[gpu]
@@ -66,8 +67,8 @@ func (p *localPort) distanceTo(m kv.Memory) distance {
 // turnWaits is how much sooner another path must be done than the one whose turn it is.
 const turnWaits = 2
 
-// turn is the path that a small write of a GPU's memory takes: of the nearest ones another for
-// each GPU of a host. It is -1 if that one has too much to do, or if there is but one.
+// turn returns the path that a small write of a GPU's memory takes. Each GPU of a host takes another one of
+// the nearest paths. If that path has too much to do, or if there is only one nearest path, turn returns -1.
 func turn(paths []candidate, number int, bytes uint64, now time.Time) int {
 	var nearest []int
 	for i, c := range paths {

@@ -15,7 +15,7 @@ import (
 type grant struct {
 	seq        uint64 // rising within D's agent; a revoke names it
 	bytes      uint64 // of the whole transfer
-	slot       uint16 // names the transfer in an immediate
+	slot       uint16 // the number by which an immediate names the transfer
 	generation uint8  // of the slot
 }
 
@@ -82,9 +82,9 @@ func (m mark) begins() bool { return m.index == beginIndex && m.total == 1 }
 // grants says which of D's grants are dead.
 type grants struct {
 	below uint64 // all grants below are dead
-	next  uint64 // the number of the next grant when D told live
+	next  uint64 // the number that D's next grant had when D told live
 	live  map[uint64]bool
-	dead  map[uint64]bool // revoked since, or used up
+	dead  map[uint64]bool // grants that were revoked since then, or are used up
 }
 
 // maxDead is how many dead grants P remembers one by one. If there are more, P asks D.
@@ -94,7 +94,7 @@ func (g *grants) alive(seq uint64) bool {
 	return seq >= g.below && !g.dead[seq] && (seq >= g.next || g.live[seq])
 }
 
-// update takes D's list of the grants that were alive. If two lists cross, the later one has
+// update takes over D's list of the grants that are alive. If two lists overtake each other on the way, the later one has
 // the greater next.
 func (g *grants) update(next uint64, live []uint64) {
 	if next < g.next {

@@ -102,7 +102,7 @@ func (t *keyTable) at(region uint32, offset, length uint64) (addr uint64, key ui
 	addr = r.Base + offset
 	k := &t.keys[r.first]
 	if addr-k.Base >= k.Length {
-		// The region's very end, of which no byte is asked, belongs to its last key.
+		// The address after the region's last byte, with length 0, belongs to the region's last key.
 		k = &t.keys[min(t.find(addr, int(r.first)), int(r.last))]
 	}
 	return addr, k.Key, min(length, k.Base+k.Length-addr), nil

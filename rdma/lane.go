@@ -26,24 +26,24 @@ type lane struct {
 	qp     *verbs.QP
 	dead   chan struct{} // closed when the queue pair is destroyed: no byte of it moves or lands any more
 	once   sync.Once
-	stands error // once it is dead: it could neither be destroyed nor put into error
+	stands error // set before dead is closed, if the queue pair could neither be destroyed nor put into error
 
 	// D's end, guarded by its source.
 	offer    laneOffer
-	place    int // on trial: where P writes, guarded by the places
-	posted   int // receives
+	place    int // while the lane is on trial: the place where P writes; areaSlots' lock guards it
+	posted   int // receives that are posted
 	spent    int // receives that were used up since the last refill
 	pinging  bool
 	retired  bool
-	lives    bool // it could not be put into error: only its destruction ends it
-	verified bool // the trial was looked at; guarded by the source's verifying
+	lives    bool // the queue pair could not be put into error: only its destruction ends it
+	verified bool // D has looked at the trial's bytes; guarded by the source's verifying
 	verdict  error
 	still    chan struct{} // closed when the lane is retired and all receives are back: no byte of it lands any more
 
 	// P's end, guarded by its connection.
 	conn    *conn
 	queue   *sendQueue[*job]
-	jobs    []*job // that have something to post; the first is next
+	jobs    []*job // jobs that have something to post; the first is next
 	path    *path
 	keys    *keyTable      // D's memory by its port
 	probe   chan error     // the result of the probe
@@ -52,7 +52,7 @@ type lane struct {
 	tried   bool           // a trial follows it
 	proven  bool           // all probes have arrived
 	broken  bool           // the lane is out of the connection's list
-	looks   int            // in a row at which requests were under way and none had completed since the look before
+	looks   int            // how many looks in a row found requests under way of which none had completed since the look before
 	reads   map[*write]int // of a broken lane: requests that may still read a write's blocks
 }
 
@@ -85,8 +85,8 @@ type bundle struct {
 	whole bool // no lane will be added
 }
 
-// newBundle makes a bundle for so many lanes, each with depth requests at a time or as
-// many as the device takes. The queue must have room also when all requests fail.
+// newBundle makes a bundle for so many lanes. Each lane has depth requests at a time, or as
+// many as the device takes. The queue must have room even if all requests fail.
 func (t *Transport) newBundle(d *device, lanes, depth int, handle func(*lane, []verbs.Completion)) (*bundle, error) {
 	a := d.verbs.Attr()
 	depth = max(min(depth, a.MaxQPWR-laneExtra, a.MaxCQE/lanes-laneExtra), 2)
@@ -102,7 +102,7 @@ func (t *Transport) newBundle(d *device, lanes, depth int, handle func(*lane, []
 	return b, nil
 }
 
-// add makes a queue pair; seal must follow when all are added.
+// add makes a lane with its queue pair. When all lanes are added, the caller calls seal.
 func (b *bundle) add(id uint32, p *localPort, remote int, caps verbs.Caps) (*lane, error) {
 	qp, err := verbs.NewQP(p.dev.pd, b.cq, caps)
 	if err != nil {
@@ -312,7 +312,7 @@ func (l *lane) ping() {
 	}
 }
 
-// verbsRoute is a route with all that a queue pair on p must know.
+// verbsRoute turns a route into the verbs.Route of a queue pair on port p.
 func (t *Transport) verbsRoute(p *localPort, to route, mtu int, qpn, psn, own uint32) *verbs.Route {
 	c := &t.cfg
 	return &verbs.Route{

@@ -44,7 +44,7 @@ type registry struct {
 	gpus    GPUs       // nil: no region lies on one
 	gpu     []gpuRange
 	gpuAt   []place
-	number  []int // of each GPU among the host's
+	number  []int // the number of each GPU among the host's GPUs
 	touch   func() error
 	scratch []byte
 
@@ -108,7 +108,7 @@ func (r *registry) check(devices int) error {
 }
 
 // register registers the agent's memory with all devices that have an active port.
-// Without Fallback it fails if one of them does not take the memory.
+// Without Fallback it fails if one of these devices cannot register the memory.
 func (t *Transport) register() error {
 	var list []*device
 	var down []error

@@ -24,8 +24,8 @@ const (
 	speedFades = 10 * time.Minute
 )
 
-// path is a pair of ports, one here and one at the peer, that reach each other:
-// how fast it is, what it carries now, and whether it is paused. It has no lock
+// path is a pair of ports, one here and one at the peer, that reach each other. It says
+// how fast the path is, what it carries now, and whether it is paused. It has no lock
 // and no clock of its own.
 type path struct {
 	line float64 // bytes a second, as the ports say
@@ -33,8 +33,8 @@ type path struct {
 	inFlight uint64 // bytes under way
 	speed    float64
 	measured time.Time // when speed was measured; zero: never
-	busyFrom time.Time // of the sample that is being taken
-	sample   uint64    // its bytes
+	busyFrom time.Time // when the sample began that is being taken
+	sample   uint64    // that sample's bytes
 
 	cause   error // why it is paused; nil: it is not
 	pause   time.Duration
@@ -109,8 +109,8 @@ func (p *path) fail(now time.Time, cause error) {
 	p.retryAt = now.Add(p.pause)
 }
 
-// retry says whether a paused path is to be tried now. It says so once, and then not
-// before another pause, unless restored or fail has told the outcome.
+// retry says whether to try a paused path now. It says yes once. Then it says no for another
+// pause, unless restored or fail has told the outcome before.
 func (p *path) retry(now time.Time) bool {
 	if p.cause == nil || now.Before(p.retryAt) {
 		return false
@@ -120,15 +120,15 @@ func (p *path) retry(now time.Time) bool {
 	return true
 }
 
-// resume makes a paused path due now: a port of it has come back. The pauses after that
-// begin anew.
+// resume is called when a port of a path has come back. If the path is paused, it is due now, and
+// the pauses after that begin anew with the shortest.
 func (p *path) resume(now time.Time) {
 	if p.cause != nil {
 		p.retryAt, p.pause = now, firstPause/2 // if the try fails, the pause is firstPause
 	}
 }
 
-// restored ends the pause.
+// restored notes that the path works again: it ends the pause.
 func (p *path) restored(now time.Time) {
 	if p.cause != nil {
 		p.cause, p.trying, p.upSince = nil, false, now
@@ -138,20 +138,20 @@ func (p *path) restored(now time.Time) {
 // candidate is a path that a transfer could take.
 type candidate struct {
 	path *path
-	near distance // of the worse end to the transfer's memory
+	near distance // how near the path's port at this host is to the transfer's memory
 }
 
-// stripeSizes says from which size on a transfer takes more than one path.
+// stripeSizes are the sizes from which on a transfer takes more than one path.
 type stripeSizes struct {
-	near uint64 // all of the nearest class
-	far  uint64 // those of other classes too
+	near uint64 // from here on: all paths of the nearest class
+	far  uint64 // from here on: also the paths of other classes
 }
 
 // choosePaths says what each candidate should carry of a transfer: a weight for
-// split, 0 for none. A small transfer takes one path, of the nearest paths the one that
+// split, 0 for none. A small transfer takes one path: the one of the nearest paths that
 // will be done with it first. A larger transfer is spread so that all paths are done at
-// the same time, with what they carry already. Nothing is returned when all paths are
-// paused.
+// the same time, counting what they carry already. If all paths are paused, choosePaths
+// returns nil.
 func choosePaths(paths []candidate, bytes uint64, s stripeSizes, now time.Time) []float64 {
 	nearest, found := distance(0), false
 	for _, c := range paths {

@@ -95,7 +95,7 @@ func (r *receiver) connect(peer core.AgentID, ticket []byte) error {
 	return nil
 }
 
-// newSecret makes all grants of before void; mu is held, or nobody else knows the source.
+// newSecret makes a new secret, by which all grants that were given before are void; mu is held, or nobody else knows the source.
 func (src *source) newSecret() {
 	src.secret = make([]byte, secretSize)
 	rand.Read(src.secret)
@@ -110,7 +110,7 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, dst []kv.Segmen
 	return r.arm(id, peer, total, len(dst), r.t.gpusOf(dst))
 }
 
-// arm lets P write so many bytes. Where they land P says, within the regions whose keys it has.
+// arm lets P write so many bytes. P itself says where they land, within the regions whose keys it has.
 func (r *receiver) arm(id core.TransferID, peer core.AgentID, total uint64, segments int, gpus gpuSet) ([]byte, error) {
 	e := &expect{id: id, segments: segments, gpus: gpus, fenced: make(chan struct{}), told: make(chan struct{})}
 	err := r.t.forgotten()
@@ -196,8 +196,8 @@ func (src *source) fenced(e *expect) {
 	r.free = append(r.free, e.grant.slot)
 }
 
-// tell tells the outcome of an expect that was taken, unless the agent is closed. If bytes may land for ever, only a Revoke hears of it,
-// also later.
+// tell tells the outcome of an expect that was taken, unless the agent is closed. If bytes may land at any time, tell tells nothing: only
+// Revoke returns that error, now or later.
 func (e *expect) tell(err error) {
 	r := e.src.r
 	if e.lands == nil && errors.Is(err, core.ErrMayLand) {

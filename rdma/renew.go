@@ -10,26 +10,26 @@ import (
 )
 
 // If other memory lies at the regions' addresses, as when an engine has slept, the cards still reach the old pages. So
-// they forget the memory: no lane is left, what was begun ends, and then it is deregistered. When the agent has taken
-// the new memory, they register that. Lanes are made and tried anew, and the peers get the new keys. One goroutine does
-// all of it, in this order, however often the memory changes.
+// the transport forgets the memory: it ends all lanes and all transfers that were begun, and then deregisters the memory.
+// When the agent has taken the new memory, the cards register it. P makes and tries lanes anew, and the peers get the new
+// keys. One goroutine does all this, in this order, however often the memory changes.
 
-// renewal is how far that has come.
+// renewal says how far a transport has come with this.
 type renewal struct {
 	turn sync.Mutex // held while memory is registered or forgotten; taken first
 
 	mu       sync.Mutex
 	held     bool  // cards may have memory registered that was not forgotten
 	cause    error // why they forget it
-	forget   bool  // is due
-	register bool  // is due, after that
-	runs     bool  // the goroutine does
+	forget   bool  // the goroutine must forget the memory
+	register bool  // the goroutine must register the memory, after it has forgotten the old one
+	runs     bool  // the goroutine runs
 	busy     chan struct{}
 	retryAt  time.Time // after a failure: when to try again
 	backoff  time.Duration
 }
 
-// forgotten is why the cards do not have the GPUs' memory, or nil.
+// forgotten says why the cards do not have the GPUs' memory; nil: they have it.
 func (t *Transport) forgotten() error {
 	if err := t.stale.Load(); err != nil {
 		return *err
@@ -38,7 +38,7 @@ func (t *Transport) forgotten() error {
 }
 
 // Forget gives up the GPUs' memory, since it is not what was registered any more: cards would reach the old pages.
-// Transfers that are under way end with the cause. It returns at once. No transfer begins from now on.
+// Transfers that are under way end with the cause, and none begins from now on. Forget returns at once.
 func (t *Transport) Forget(cause error) {
 	if t.cfg.GPUs == nil {
 		return
@@ -57,8 +57,8 @@ func (t *Transport) Forget(cause error) {
 	t.startRenewal()
 }
 
-// Renew has the cards register the memory that is there now, in the background. Forget came before, and no transfer of
-// before will begin. If the memory is registered, Renew does nothing.
+// Renew has the cards register, in the background, the memory that is there now. The caller has called Forget before, and begins no
+// transfer of the old memory any more. If the memory is registered, Renew does nothing.
 func (t *Transport) Renew() {
 	if t.cfg.GPUs == nil {
 		return
@@ -73,7 +73,7 @@ func (t *Transport) Renew() {
 	t.startRenewal()
 }
 
-// Lacks says why the cards do not have the GPUs' memory, or nil. again says that it is time for Renew.
+// Lacks says why the cards do not have the GPUs' memory; nil: they have it. again says that it is time for Renew.
 func (t *Transport) Lacks() (why error, again bool) {
 	if why = t.forgotten(); why == nil {
 		return nil, false
@@ -84,7 +84,7 @@ func (t *Transport) Lacks() (why error, again bool) {
 	return why, !g.held && !g.register && !g.forget && !time.Now().Before(g.retryAt)
 }
 
-// registered waits until the memory is registered, if that is under way, and says why it is not.
+// registered says why the memory is not registered; nil: it is. If the cards are registering it, registered first waits for them.
 func (t *Transport) registered(bound time.Duration) error {
 	busy := t.renewal.waits() // first: when it is closed, forgotten knows the outcome
 	err := t.forgotten()
@@ -101,7 +101,7 @@ func (t *Transport) registered(bound time.Duration) error {
 	return err
 }
 
-// waits is closed when a registration has ended that is due or under way; else it is nil.
+// waits returns a channel that is closed when the registration that is due or under way has ended; nil: there is none.
 func (g *renewal) waits() <-chan struct{} {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -148,7 +148,7 @@ func (t *Transport) renewing() {
 	}
 }
 
-// forgetMemory ends all that uses the GPUs' memory, and deregisters it. When it has returned, no byte of before moves.
+// forgetMemory ends all that uses the GPUs' memory, and deregisters it. When it has returned, no byte of the old memory moves.
 func (t *Transport) forgetMemory(cause error) {
 	g := &t.renewal
 	g.turn.Lock()
@@ -175,11 +175,11 @@ func (t *Transport) registerAnew() {
 		err = fmt.Errorf("rdma: memory that an engine has mapped anew cannot be registered: %w", err)
 	}
 	g.mu.Lock()
-	again := g.forget // it has become another meanwhile
+	again := g.forget // the memory has changed again meanwhile
 	switch {
 	case again:
 	case err != nil:
-		g.cause, g.held, g.forget = err, false, true // of what was registered before the failure
+		g.cause, g.held, g.forget = err, false, true // forget also what was registered before the failure
 		g.backoff = min(max(2*g.backoff, time.Second), maxBackoff)
 		g.retryAt = time.Now().Add(g.backoff)
 		t.stale.Store(&err)
@@ -188,7 +188,7 @@ func (t *Transport) registerAnew() {
 		t.stale.Store(nil)
 	}
 	g.mu.Unlock()
-	defer func() { // those who wait find that the peers are asked
+	defer func() { // last, so that those who are woken find that the peers are asked already
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		if !g.register {

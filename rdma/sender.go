@@ -43,14 +43,14 @@ type write struct {
 	known   bool // the grant was read
 	began   time.Time
 	jobs    []*job // its stripes, once it has begun
-	told    bool   // D has been told by a lane that works that bytes may come
+	told    bool   // D knows, by a lane that works, that bytes may come
 	left    int    // jobs that have not ended
 	flight  int    // requests under way
 	reads   int    // requests of lanes that broke, which may still read its blocks
 	cause   error  // why it fails; nil: it goes on
 	over    bool   // it has ended, and is in no list
 	drained bool   // D waits to hear that no byte is on its way
-	waits   bool   // it came when the memory was not registered: it is of the memory of after
+	waits   bool   // it came when the memory was not registered, so it is for the new memory
 }
 
 // job is a stripe of a write on its lane.
@@ -58,13 +58,13 @@ type job struct {
 	w      *write
 	cursor cursor
 	index  int
-	lane   *lane // nil: it waits for one
+	lane   *lane // nil: it waits for a lane
 	queued bool  // it is in its lane's list
-	lost   bool  // its lane broke, D must say whether it has arrived
+	lost   bool  // its lane broke: D must say whether the stripe has arrived
 	filled bool  // all its requests are posted, the mark among them
 	flight int
-	breaks int // lanes that broke under it since all that it was given had arrived
-	denied int // refusals of the peer's device, counted likewise
+	breaks int // how many of its lanes broke since all bytes that it was given had last arrived
+	denied int // how often the peer's device refused it since then
 	done   bool
 }
 
@@ -339,7 +339,7 @@ func (cn *conn) completed(l *lane, list []verbs.Completion) {
 	cn.update(func(cn *conn) { cn.took(l, list, time.Now()) })
 }
 
-// took does the work of completed; cn.mu is held.
+// took is completed for callers that hold cn.mu.
 func (cn *conn) took(l *lane, list []verbs.Completion, now time.Time) {
 	for i := range list {
 		c := &list[i]

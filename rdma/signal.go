@@ -30,8 +30,8 @@ const (
 	signalProbed signalKind = 10 // P → D: these lanes have written their trials; are the bytes right?
 )
 
-// signal is a message between two transports. Each shows the ticket that P has given D,
-// so that only agents that have met are answered.
+// signal is a message between two transports. Each signal has the ticket that P has given D,
+// so that a transport answers only agents that have met its own.
 type signal struct {
 	Kind   signalKind  `msg:"k"`
 	Ticket []byte      `msg:"t,limit=64"`
@@ -40,7 +40,7 @@ type signal struct {
 	Below  uint64      `msg:"b,omitempty"` // grants below it are dead
 	Offers []laneOffer `msg:"o,omitempty,limit=256"`
 	Last   uint32      `msg:"z,omitempty"`          // of signalConnected: it speaks of the lanes up to this one
-	Secret []byte      `msg:"x,omitempty,limit=64"` // of signalBye: if D has begun anew, tells P which D has ended; of P's words on lanes: of which keys they are
+	Secret []byte      `msg:"x,omitempty,limit=64"` // D's secret: which D has ended (signalBye), or which keys P means
 	Reason string      `msg:"r,omitempty,limit=1024"`
 	Up     []int       `msg:"u,omitempty,limit=64"` // of signalHello: ports of D that have become active
 	Tries  bool        `msg:"y,omitempty"`          // of signalPorts: P puts lanes on trial where a side has GPUs
@@ -56,7 +56,7 @@ type laneOffer struct {
 	MTU   int      `msg:"m"` // bytes
 	GRH   bool     `msg:"h"`
 	GID   [16]byte `msg:"g"` // P's, with GRH
-	Index int      `msg:"i"` // in D's GID table, of the address that P's packets go to
+	Index int      `msg:"i"` // the index in D's GID table of the address that P's packets go to
 	LID   uint16   `msg:"d"` // P's
 	Trial bool     `msg:"t,omitempty"`
 }
@@ -130,7 +130,7 @@ type reply struct {
 	Lanes   []laneAnswer `msg:"l,omitempty,limit=256"`   // of signalConnect
 	Arrived []uint64     `msg:"a,omitempty,limit=65536"` // of signalLost, per Seq: bit i = stripe i is here
 	Busy    bool         `msg:"b,omitempty"`             // of signalLost: ask again, the lanes still end
-	Pending []uint64     `msg:"w,omitempty,limit=65536"` // of signalDrain: signalDrained will follow for these
+	Pending []uint64     `msg:"w,omitempty,limit=65536"` // of signalDrain: for these grants P will send signalDrained
 }
 
 func decodeSignal(b []byte) (*signal, error) {

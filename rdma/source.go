@@ -24,7 +24,7 @@ type source struct {
 	gone       bool // dismissed
 	ticket     []byte
 	secret     []byte // signs the grants for this P
-	renewed    bool   // it is not the first one, since the memory is another
+	renewed    bool   // the secret is not the first one, since the memory has changed
 	lanes      map[uint32]*lane
 	dying      map[uint32]*lane   // in error, until their last completions were counted
 	connecting int                // lanes that are being made
@@ -38,7 +38,7 @@ type source struct {
 	owed       bool               // if P becomes unreachable the sink must be told, since P was reached or is asked for
 	requesting bool               // a goroutine says hello to P
 	tooEarly   bool               // when P last asked for keys, the memory was not registered
-	requestAt  time.Time          // after P could not be reached, no hello before this time
+	requestAt  time.Time          // D says no hello before this time, since it could not reach P
 	backoff    time.Duration
 
 	draining []*expect // revoked: P must hear of it
@@ -55,7 +55,7 @@ const maxWhole = 1024
 // errUnsettled is the cause while the handshake is under way.
 var errUnsettled = errors.New("the handshake is under way")
 
-// settle says that P can write to this D, or with a cause that it cannot; src.mu is held.
+// settle notes whether P can write to this D: yes if cause is nil, else no because of cause; src.mu is held.
 func (src *source) settle(cause error) {
 	if src.cause == errUnsettled {
 		close(src.settled)
@@ -63,7 +63,7 @@ func (src *source) settle(cause error) {
 	src.cause = cause
 }
 
-// usable says whether P can write to this D. settled is closed when that is known.
+// usable says whether P can write to this D. settled is closed when the handshake has shown it.
 func (src *source) usable() (settled <-chan struct{}, cause error) {
 	src.mu.Lock()
 	defer src.mu.Unlock()

@@ -16,7 +16,7 @@ import (
 // waits for the write's first bytes, since there may be more lanes by then.
 func (cn *conn) begin(w *write) {
 	if cn.t.forgotten() != nil {
-		return // it waits for lanes of after
+		return // it waits for the lanes to the new memory
 	}
 	if !w.known {
 		g, err := checkGrant(w.op.Grant, cn.remote.secret, w.op.ID)
@@ -143,12 +143,12 @@ func (w *write) deal(list []stripeRange) {
 // minStripe is the least size of a stripe that is worth a lane of its own.
 const minStripe = 256 << 10
 
-// stripeFrom says from which size on a transfer takes several paths.
+// stripeFrom has the sizes from which on a transfer takes several paths.
 var stripeFrom = stripeSizes{near: 2 * minStripe, far: 16 << 20}
 
-// choose returns the weight of each lane for so many bytes: by the speed of its path,
-// and on each path evenly. A small transfer takes the lane that carries least. A nil lane
-// is one that broke; it gets 0.
+// choose returns the weight of each lane for so many bytes. The weights of the paths follow their
+// speeds, and the lanes of one path have equal weights. A small transfer takes the lane that
+// carries least. A nil lane is one that broke; its weight is 0.
 func (cn *conn) choose(lanes []*lane, bytes uint64, memory kv.Memory, now time.Time) (weights []float64) {
 	var paths []candidate
 	index := map[*path]int{}
@@ -175,7 +175,7 @@ func (cn *conn) choose(lanes []*lane, bytes uint64, memory kv.Memory, now time.T
 			byPath[i] = 1
 		}
 	}
-	if byPath == nil { // all paths are paused, and yet lanes are open: all paths count the same
+	if byPath == nil { // all paths are paused, but lanes are open: all paths get the same weight
 		byPath = make([]float64, len(paths))
 		for i := range byPath {
 			byPath[i] = 1
@@ -270,7 +270,7 @@ func (cn *conn) pump(l *lane) {
 		j.w.flight += n
 		cn.t.posted(cn.chain[:n])
 		if _, err := l.qp.Post(cn.chain[:n], cn.pieces[:pieces]); err != nil {
-			j.filled = done // a part of the chain may be on its way, the mark too
+			j.filled = done // a part of the chain may be on its way, perhaps with the mark
 			cn.breakLane(l, fmt.Errorf("rdma: %s: %w", l.port.name, err))
 			return
 		}

@@ -12,12 +12,12 @@ import (
 // maxStripes is the most stripes of a transfer: an immediate has 6 bits for the index.
 const maxStripes = 64
 
-// cutAlign is where a range may begin within a pair: pages, and packets of any MTU,
+// cutAlign divides the position at which a range begins within a pair: so pages, and packets of any MTU,
 // stay whole.
 const cutAlign = 4096
 
-// stripeRange is a contiguous range of what a write is given at a time, for one of its
-// stripes: of pairs, or of a plan.
+// stripeRange is a contiguous range of the bytes that a write is given at a time. One stripe of the write
+// carries it. It is a range of pairs, or of a plan.
 type stripeRange struct {
 	pairs    []kv.Pair // all pairs that were given together, shared by their ranges
 	first    int       // the pair that holds the range's first byte
@@ -28,7 +28,7 @@ type stripeRange struct {
 	stripe   int // index of the weight that it was cut for
 }
 
-// pairBytes is what a plan carries. Pairs of real memory do not add up to 2^64.
+// pairBytes is how many bytes pairs have together. Pairs of real memory do not add up to 2^64.
 func pairBytes(pairs []kv.Pair) uint64 {
 	var n uint64
 	for i := range pairs {

@@ -16,12 +16,12 @@ import (
 	defect "github.com/kvconn/kvconn/internal/fault"
 )
 
-// Trials: if a side's regions lie on GPUs, a lane also writes out of and into memory of each GPU
-// before it is used, and D looks at the bytes. What can be registered need not be reachable: ACS
-// or an IOMMU may stand between a card and a GPU. No trial touches a region: its blocks may be in use.
+// Trials: if a side's regions lie on GPUs, P tries each lane before it uses the lane. The lane writes out of
+// and into memory of each GPU, and D looks at the bytes. A card may register memory that it cannot reach, since
+// ACS or an IOMMU may stand between the card and a GPU. No trial touches a region, whose blocks may be in use.
 
 const (
-	trialBytes  = 1024                     // that a lane writes to each GPU
+	trialBytes  = 1024                     // bytes that a lane writes to each GPU
 	trialPlaces = 128                      // lanes that may be on trial at a time
 	trialWords  = 2048                     // P reads a lane's bytes in a stream of so many words
 	trialStream = trialPlaces * trialBytes // where the stream lies in an area
@@ -60,7 +60,7 @@ func (a *area) put(ctx context.Context, offset uint64, b []byte) error {
 	return nil
 }
 
-// get copies what a card has written, which the race detector does not see.
+// get copies what a card has written. The race detector does not see what a card writes.
 func (a *area) get(ctx context.Context, offset uint64, b []byte) error {
 	if a.scratch != nil {
 		return a.scratch.Get(ctx, offset, b)
@@ -84,8 +84,8 @@ func (t *Transport) where(a *area) string {
 	return "memory of " + t.cfg.GPUs.Name(a.gpu)
 }
 
-// stream is what P's lanes write: each begins at another word, so that no lane finds the bytes of
-// an earlier one and takes them for its own.
+// stream has the bytes that P's lanes write. Each lane begins at another word of it, so that D does not
+// take the bytes of an earlier lane for those of a later one.
 func stream(seed uint64) []byte {
 	b := make([]byte, trialWords*8)
 	r := rand.NewPCG(seed, 0)
@@ -98,13 +98,13 @@ func stream(seed uint64) []byte {
 // streamAt is where a lane's bytes begin in the stream.
 func streamAt(lane uint32) uint64 { return uint64(lane) % (trialWords - trialBytes/8) * 8 }
 
-// areaSlots are D's, each of a lane that is on trial.
+// areaSlots are the places in D's areas. Each lane that is on trial has one.
 type areaSlots struct {
 	mu   sync.Mutex
 	used [trialPlaces]bool
 }
 
-// take gives the number of a place, from 1 on.
+// take takes a free place and returns its number. The numbers begin at 1.
 func (p *areaSlots) take() (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

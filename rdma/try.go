@@ -122,8 +122,8 @@ func (cn *conn) make(remote *remoteInfo, plan []*planned) (made []*trial, unmade
 	return made, unmade
 }
 
-// exchange makes D open its ends. A trial that D refuses has failed. If D could not be
-// asked, all lanes are dropped and the error says why; that says nothing of D's ports.
+// exchange has D open its ends of the lanes. If D refuses a trial, the trial has failed. If D does not
+// answer, exchange drops all lanes, and the error says why; this is no proof that D's ports do not work.
 func (cn *conn) exchange(remote *remoteInfo, made []*trial) error {
 	if len(made) == 0 {
 		return nil
@@ -227,7 +227,7 @@ func (cn *conn) failed(tr *trial, err error) {
 	cn.t.log.Info("rdma lane cannot be used", zap.String("peer", string(cn.peer)), zap.Error(tr.failed))
 }
 
-// judge pauses the paths of which no lane works, and returns why lanes failed.
+// judge pauses the paths that have no working lane, and returns why lanes failed.
 func (cn *conn) judge(plan []*planned, made []*trial) (causes []error) {
 	for _, tr := range made {
 		if tr.failed != nil {
@@ -267,9 +267,9 @@ const (
 	signalEvery = 32
 )
 
-// postProbe posts a write without bytes and one of the largest packet's size, to D's
-// scratch memory. So a path that swallows large packets is found before a transfer uses it. On
-// trial the lane then writes out of each area here, and into each of D's.
+// postProbe posts two writes to D's scratch memory: one without bytes, and one of the largest
+// packet's size. So P finds a path that swallows large packets before a transfer uses it. If the lane
+// is on trial, it then writes out of each area here and into each of D's areas.
 func (cn *conn) postProbe(l *lane, remote *remoteInfo, place int) error {
 	m, to := l.port.dev.memory.Load(), remote.scratch[l.remote]
 	writes := []verbs.Write{

@@ -19,18 +19,18 @@ type writeLimits struct {
 }
 
 // cursor turns a stripe into writes, a chain at a time. It is a value: a copy is a cursor
-// of its own, as long as neither of the two is given more. Once the stripe is whole, its
+// of its own, until one of the two gets further ranges. Once the stripe is whole, its
 // last write carries the immediate. So each stripe, even an empty one, ends with a mark
 // that follows its bytes.
 type cursor struct {
-	ranges []stripeRange // so far, none without bytes, in the order in which they are written
-	whole  bool          // no more will be given
+	ranges []stripeRange // those given so far, none without bytes, in the order in which they are written
+	whole  bool          // no further range will be given
 	imm    uint32        // the mark of the last write
 	next   int           // the range after the one that is being written
 	pairs  []kv.Pair
 	pair   int     // the pair that holds the next byte
 	skip   uint64  // bytes of that pair that are done
-	plan   kv.Plan // of the range: pairs are what a fill has cut off it so far, and of use to that fill only
+	plan   kv.Plan // the range's, if any: then pairs has only what the present fill has cut off the plan so far
 	end    uint64  // of the range in its plan
 	left   uint64  // bytes of the range that are left
 	done   bool    // the write with the immediate was filled

@@ -86,8 +86,8 @@ func (s *sender) addPending(conn *net.TCPConn) {
 	})
 }
 
-// closedByPeer says whether the peer has closed a connection of which nothing is unread:
-// a stream that came late must not take a part of the next transfer.
+// closedByPeer says whether the peer has closed a connection and nothing of it is left to read. P asks
+// this since a stream that came late must not take a part of the next transfer.
 func closedByPeer(raw syscall.RawConn) bool {
 	closed := false
 	_ = raw.Control(func(fd uintptr) {
@@ -183,11 +183,11 @@ func (s *sender) addStream(st *outStream, attempt uint64) {
 	p.wake.Broadcast()
 }
 
-// helloProof is what follows a hello.
+// helloProof is the proof that follows a hello.
 type helloProof struct {
 	of     [headerSize]byte
 	sealed bool
-	salt   random // of a sealed stream's hello
+	salt   random // only after the hello of a sealed stream
 	got    random
 }
 
@@ -203,7 +203,7 @@ func (p *helloProof) want(ticket random, key secret) random {
 	return ticket.proof(&p.of)
 }
 
-// readHello reads a first frame, and its proof if it is a hello.
+// readHello reads a stream's first frame. If the frame is a hello, readHello also reads the proof.
 func readHello(conn net.Conn) (h header, p helloProof, err error) {
 	if _, err = io.ReadFull(conn, p.of[:]); err == nil {
 		err = h.decode(&p.of)

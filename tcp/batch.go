@@ -8,13 +8,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mostBatch is how many bytes of a frame D waits for at a time, or the frame's rest. If D is woken for
-// each packet, it takes more system calls, and two streams of one host are at times on processors
-// between which all bytes cross: see BENCHMARKS.md.
+// mostBatch is how many bytes of a frame D waits for at a time. If fewer are left of the frame, D waits for
+// these. If the kernel woke D for each packet, D would make more system calls, and the two ends of a stream
+// within one host would at times run on processors between which all bytes must cross: see BENCHMARKS.md.
 const mostBatch = 1 << 20
 
-// batch is mostBatch, but no more than half of the largest window that this host gives a peer, which is
-// half of the largest receive buffer. If D waited for a whole window, P would stop for each.
+// batch is mostBatch, but no more than half of the largest window that this host gives a peer. That window is
+// half of the largest receive buffer. If D waited for a whole window, P would have to stop after each window.
 var batch = sync.OnceValue(func() uint64 {
 	var least, usual, most uint64
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_rmem")
@@ -24,11 +24,11 @@ var batch = sync.OnceValue(func() uint64 {
 	return max(1, min(mostBatch, most/4))
 })
 
-// waitsForMore has the kernel call the socket readable when a batch of a frame's bytes is there. Each
-// step of a wait ends with a read of what is there, so that a slow peer's bytes count as progress. After
-// the last step nothing is read, so that one waits for any byte. A sealed stream reads records and does not
-// ask. An agent with device memory has no batches: its reads ask poll(2) first, which says no until the
-// batch is there.
+// waitsForMore has the kernel call the socket readable when a batch of a frame's bytes is there. At the end of
+// each step of a wait D reads what is there, so that a slow peer's bytes count as progress. After the last step
+// D reads nothing, so in this step it waits for any byte. A sealed stream reads records, and does not call
+// waitsForMore. An agent with device memory has no batches: its reads ask poll(2) first, and poll(2) would say no
+// until the batch is there.
 func (s *inStream) waitsForMore(fd uintptr, left uint64, idle *stall) {
 	if s.r.t.devices.mover != nil {
 		return
@@ -36,10 +36,10 @@ func (s *inStream) waitsForMore(fd uintptr, left uint64, idle *stall) {
 	if idle.last() {
 		left = 1
 	}
-	_ = s.waitsFor(fd, left) // it is a matter of speed
+	_ = s.waitsFor(fd, left) // an error only makes the stream slower
 }
 
-// waitsFor has the kernel call the socket readable when so many bytes are there, or a batch.
+// waitsFor has the kernel call the socket readable when so many bytes are there, or a batch if that is less.
 func (s *inStream) waitsFor(fd uintptr, bytes uint64) error {
 	n := int(min(bytes, batch()))
 	if n == s.least || n == 1 && s.least == 0 {

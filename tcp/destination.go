@@ -6,8 +6,8 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// destination is where the bytes of a transfer land: a list, or a plan of very many pieces, of
-// which each stream keeps those that it reads into now.
+// destination says where the bytes of a transfer land: by a list of runs or, if the pieces are very many,
+// by a plan. With a plan each stream keeps only the pieces that it reads into now.
 type destination struct {
 	runs []run
 	ends []uint64 // ends[i]: position after runs[i]

@@ -20,14 +20,14 @@ type inPeer struct {
 	id       core.AgentID
 	endpoint string
 	ticket   random
-	secret   secret          // beside the ticket: the streams are sealed
+	secret   secret          // if the streams are sealed: the second half of the ticket
 	met      bool            // a stream has got through to P
-	tries    int             // streams that have not got through, while none has
-	up       bool            // a stream is open, or its end was not told yet
-	moved    bool            // bytes came since all streams were broken
-	reading  int             // frames of transfers, by all streams
-	moves    stopwatch.Watch // while there are any
-	opens    int             // the first ones of the slots are opened; P asks for the others
+	tries    int             // how many streams have not got through, as long as none has
+	up       bool            // a stream is open, or nobody has told yet that the last one has ended
+	moved    bool            // bytes have come since all streams were broken
+	reading  int             // how many frames of transfers the streams are reading
+	moves    stopwatch.Watch // runs while reading is not 0
+	opens    int             // so many of the slots, the first ones, are opened; P asks for the others
 	slots    []inSlot        // by number
 }
 
@@ -35,9 +35,9 @@ type inPeer struct {
 type inSlot struct {
 	busy     bool      // it is open or dialled, or will be
 	conn     net.Conn  // nil unless it is open
-	wanted   bool      // P has asked for it, whether transfers wait or not
+	wanted   bool      // P has asked for it, so D opens it even if no transfer waits
 	attempt  uint64    // of conn
-	retryAt  time.Time // no dial before, unless there is no other stream
+	retryAt  time.Time // D does not dial it before, unless there is no other stream
 	received uint64    // bytes of this number's frames, headers included
 }
 
@@ -49,9 +49,9 @@ func (p *inPeer) open() bool {
 	return slices.ContainsFunc(p.slots, func(s inSlot) bool { return s.conn != nil })
 }
 
-// openAgain ends a stream whose bytes from P do not get through, so that its number is
-// dialled anew. Without an attempt P asks for one more stream than there are. D opens it
-// while all its streams are few: they must leave descriptors for other peers. r.mu is held.
+// openAgain ends a stream whose bytes from P do not get through, so that D dials its number
+// anew. If attempt is 0, P asks for one more stream than there are. D opens this one only if it
+// has few streams in all, since it must leave descriptors for other peers. r.mu is held.
 func (r *receiver) openAgain(p *inPeer, number int, attempt uint64) {
 	if number >= len(p.slots) {
 		return
@@ -69,7 +69,7 @@ func (r *receiver) openAgain(p *inPeer, number int, attempt uint64) {
 	}
 }
 
-// rests says that a stream is not dialled again; r.mu is held.
+// rests notes that D does not dial a stream again; r.mu is held.
 func (r *receiver) rests(slot *inSlot) {
 	slot.busy = false
 	r.busy--
@@ -86,7 +86,7 @@ func (p *inPeer) closeAll() {
 // redialAfter is the least time from one dial of a stream to the next.
 const redialAfter = time.Second
 
-// redialSoon is the same after a stream that has brought bytes: P waits for the next one.
+// redialSoon is the least time from the dial of a stream that has brought bytes to the next dial: P waits for the next stream.
 const redialSoon = 50 * time.Millisecond
 
 // maxTries is how often each stream to a peer is dialled while transfers wait and no
@@ -125,8 +125,8 @@ func (t *Transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	return nil
 }
 
-// dialMissing starts the streams to a peer that are not there, or have ended. Until a
-// stream is replaced, P may think that it lives; r.mu is held.
+// dialMissing starts the streams to a peer that were not started yet, or have ended. Until a
+// stream is replaced, P may think that the old one lives; r.mu is held.
 func (r *receiver) dialMissing(p *inPeer) {
 	others := p.busy()
 	for n := range p.slots[:p.opens] {
@@ -155,8 +155,8 @@ func (r *receiver) forgetPeer(peer core.AgentID) {
 	}
 }
 
-// stream is the life of one connection to P, after a pause. While transfers wait for the
-// stream, the next connections are dialled too.
+// stream dials one connection to P, after a pause, and reads it until it ends. While transfers
+// wait for the stream, it also dials the connections that follow.
 func (r *receiver) stream(p *inPeer, n int, pause time.Duration) {
 	for r.t.pause(pause) {
 		began := time.Now()
@@ -193,8 +193,8 @@ func (r *receiver) stream(p *inPeer, n int, pause time.Duration) {
 	}
 }
 
-// broken says whether the connection ended, or was never made. Any other error is the
-// peer's doing: it knows no such ticket, or sends what no sender sends.
+// broken says whether an error means that the connection ended, or was never made. Any other error is the
+// peer's doing: the peer does not know the ticket, or sends what no sender sends.
 func broken(cause error) bool {
 	var network net.Error
 	var errno syscall.Errno
@@ -248,12 +248,12 @@ func (r *receiver) streamEnded(p *inPeer, n int, hostile bool) (again, down bool
 	down = down || !busy && !p.met
 	slot.retryAt = time.Now().Add(r.redial)
 	if !reachable && busy {
-		return false, down, nil // the peer's last stream decides
+		return false, down, nil // another stream is still open or dialled: when the last one ends, that decides on the transfers
 	}
 	return false, down, lost
 }
 
-// runStream is one connection. It returns how many bytes of frames came.
+// runStream dials one connection and reads it until it ends. It returns how many bytes of frames came.
 func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket random, key secret) (received uint64, _ error) {
 	d := net.Dialer{Timeout: r.t.cfg.DialTimeout, Control: r.t.cfg.guard(endpoint)}
 	conn, err := d.DialContext(r.t.ctx, "tcp", endpoint)

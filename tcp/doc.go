@@ -9,11 +9,11 @@
 // P uses as many streams as pay (stream_tuner.go), and asks D to open more.
 //
 // Streams are numbered. When one breaks, D opens the number anew and says how many bytes
-// of its frames it has received in all. P takes the new stream for the old, also when it
+// of its frames it has received in all. P uses the new stream in place of the old one, even if P
 // has not seen the break, and sends exactly the lost bytes again.
 //
-// A write may be given bit by bit, in any order of positions; frames follow as bytes are
-// given. If D does not come back, P ends the write; P never ends it because it rests.
+// The engine may give a write bit by bit, in any order of positions. P sends frames as bytes are
+// given. If D does not come back, P ends the write. P never ends a write because it rests.
 //
 // A frame names a transfer's random grant and a position in its linear order
 // (kv/plan.go), never an address: D's own plan says where bytes go. Each frame's bytes
@@ -22,10 +22,11 @@
 // buffer. When all bytes are in, D answers with an acknowledgement on the stream, and P's
 // blocks are free.
 //
-// If one side must encrypt, the streams between the two are sealed: frames go in records, of
-// which the receiver believes nothing before it has checked their tags (seal.go).
+// If one side must encrypt, the streams between the two are sealed: frames go in records, and
+// the receiver uses nothing of a record before it has checked the record's tag (seal.go).
 //
 // If the kernel cannot read or write a transfer's memory, that transfer fails on its side
-// with the region's name. D reads the rest of the frame away and tells P the reason on the
-// stream. P ends the stream in the middle of the frame, and D opens it anew.
+// with the region's name. If it is D's memory, D reads the rest of the frame, throws it away, and
+// tells P the reason on the stream. If it is P's memory, P ends the stream in the middle of the
+// frame, and D opens it anew.
 package tcp

@@ -25,7 +25,7 @@ func (d *doneList) add(t doneTransfer) {
 	d.next = (d.next + 1) % maxDone
 }
 
-// answer is what P is told of a grant that is not expected, or not any more.
+// answer is D's answer to a frame whose grant it does not expect, or does not expect any more.
 func (d *doneList) answer(grant random) (h header, fault string) {
 	h = header{kind: frameNack, key: grant}
 	for i := range d.list {

@@ -19,8 +19,8 @@ import (
 const returnGrace = 500 * time.Millisecond
 
 // streamEnded has the transfers that may have lost bytes wait until D has opened the
-// stream anew. It tells the sink when it was the peer's last stream. If D sent what it
-// should not, the connection did not just break, and the transfers end.
+// stream anew. If it was the peer's last stream, streamEnded tells the sink. If D has sent
+// what it must not send, the connection did not just break: then the transfers end.
 func (s *sender) streamEnded(st *outStream, err error) {
 	s.awaitCause(st, err)
 	network := broken(err)

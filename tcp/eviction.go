@@ -83,8 +83,8 @@ func (s *sender) evictableOfAgent(than *outPeer) (victim *outStream) {
 	return victim
 }
 
-// idleStream is a stream of which no transfer has frames, of those that may be chosen; nil if there is none. It is one that cannot take
-// frames, if there is one; else that of the highest number, since the lowest ones are in use. sender.mu is held.
+// idleStream chooses a stream that has no transfer's frames, among those for which may is true; nil if there is none. If one of them
+// cannot take frames, it is that one. Else it is the one with the highest number, since the lowest ones are in use. sender.mu is held.
 func (p *outPeer) idleStream(may func(*outStream) bool) (victim *outStream) {
 	for n, slot := range slices.Backward(p.slots[:]) {
 		st := slot.stream

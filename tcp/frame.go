@@ -26,7 +26,7 @@ const (
 	frameFault frameKind = 7 // D → P: the transfer has failed at D; length bytes of text say why
 
 	frameSealedHello frameKind = 8 // D → P, in hello's place: the stream is to be encrypted
-	frameWelcome     frameKind = 9 // P → D: the answer to it, and the last header in the clear
+	frameWelcome     frameKind = 9 // P → D: the answer to a sealed hello; its header is the last one in the clear
 )
 
 // random is 128 random bits: a peer's ticket, or a transfer's grant.
@@ -37,8 +37,8 @@ func newRandom() (k random) {
 	return k
 }
 
-// maxFrame is the most bytes of one frame. D reads a frame that belongs to no transfer
-// away, and a peer must not keep a stream busy with that for ever.
+// maxFrame is the most bytes of one frame. If a frame belongs to no transfer, D reads it and
+// throws it away; with this bound a peer cannot keep a stream busy in this way for ever.
 const maxFrame = 1 << 30
 
 // numberBits bound the number of a stream, and so how many streams one ticket opens.

@@ -2,7 +2,7 @@ package tcp
 
 import "syscall"
 
-// guard is net.Dialer's Control for an endpoint; nil without Config.Guard.
+// guard returns the Control of a net.Dialer that dials an endpoint; nil if there is no Config.Guard.
 func (c *Config) guard(endpoint string) func(network, address string, raw syscall.RawConn) error {
 	if c.Guard == nil {
 		return nil

@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// payload reads a frame's bytes into the transfer's blocks, or away, and says how
-// many came. If the blocks cannot be written it ends the transfer, and returns nil for it.
+// payload reads a frame's bytes into the transfer's blocks. If in is nil, it throws the bytes away. It returns how
+// many bytes came. If the blocks cannot be written, it ends the transfer, and returns nil in its place.
 func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err error) {
 	got, in, err = s.readAll(in, h)
 	if e := s.landStarted(in, 0); e != nil {
@@ -25,7 +25,7 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, err 
 func (s *inStream) readAll(in *inbound, h *header) (got uint64, _ *inbound, err error) {
 	var cur cursor
 	s.cuts = 0
-	// fails ends the transfer for its memory's fault, when none of its copies is under way.
+	// fails ends the transfer since its memory cannot be written, when none of its copies is under way.
 	fails := func(err error) error {
 		if e := s.landStarted(in, 0); errors.Is(e, ErrMayCopy) { // another error is no news
 			err = e
@@ -94,9 +94,9 @@ func (in *inbound) isRevoked() bool {
 	return in.revoked
 }
 
-// land is one readv into the transfer's blocks, without a wait; false if they are not to
-// be written any more. The fence is held just for it, so Revoke waits for no more than
-// that. On P, put is its counterpart.
+// land makes one readv into the transfer's blocks, which does not wait. It returns false if the blocks may not be
+// written any more. It holds the fence for this readv only, so Revoke waits for no more than
+// one readv. On P, put is its counterpart.
 func (s *inStream) land(fd uintptr, in *inbound, cur *cursor, left uint64) (n uintptr, errno syscall.Errno, landed bool) {
 	if in == nil {
 		return 0, 0, false

@@ -43,8 +43,8 @@ type Slot interface {
 	Release()
 }
 
-// ErrMayCopy is wrapped by the error of a copy of which nobody knows whether it has ended: the
-// device does not answer.
+// ErrMayCopy is wrapped by the error of a copy if the device does not answer, so that nobody knows
+// whether the copy has ended.
 var ErrMayCopy = errors.New("the device may still copy")
 
 // Direction of a copy, as seen from the device.
@@ -62,7 +62,7 @@ type Run struct {
 	Len  uint64
 }
 
-// devices says which registered memory lies on which device. The zero value knows of none.
+// devices says which registered memory lies on which device. By the zero value all memory is the host's.
 type devices struct {
 	mover  Mover
 	ranges []deviceRange // by address

@@ -26,7 +26,7 @@ type receiver struct {
 	// inbound by transfer, and by grant for the streams.
 	byID    map[core.TransferID]*inbound
 	byGrant map[random]*inbound
-	// telling holds the transfers whose outcome the sink is being told, or never will be.
+	// telling holds the transfers whose outcome somebody is telling the sink, or will never tell it.
 	telling map[core.TransferID]*outcome
 	peers   map[core.AgentID]*inPeer
 	// attempts counts the streams that were opened, to all peers, from the time of New on.
@@ -37,13 +37,13 @@ type receiver struct {
 	redial   time.Duration // see redialAfter
 	closed   bool
 	copying  atomic.Int64    // copies of all transfers to devices
-	mayLand  map[string]bool // names of regions to which a device has not ended a copy
+	mayLand  map[string]bool // names of regions into which a device may still copy, since it has not ended a copy
 }
 
-// outcome is the end of a transfer that one caller tells.
+// outcome is the end of a transfer. One caller tells it to the sink.
 type outcome struct {
-	told chan struct{} // closed when the sink was told, or never will be
-	err  error         // of the fence, then: the sink is not told
+	told chan struct{} // closed when the sink was told, or when nobody will tell it any more
+	err  error         // if the fence failed: its error; then nobody tells the sink
 }
 
 // inbound is one transfer that is expected.
@@ -65,12 +65,13 @@ type inbound struct {
 	got   uint64
 	cuts  int // runs that streams have cut off its plan
 	first time.Time
-	since time.Duration // the peer's time under way then
-	stuck bool          // a device does not end a copy: it may land for ever, and so nobody hears of an end
+	since time.Duration // the peer's time under way at first
+	stuck bool          // a device does not end a copy, which may land at any time: so nobody hears of an end
 }
 
-// claims are the positions that a transfer's frames have claimed. A hostile P's frames may leave very many holes, which
-// costs time. So they have a lock of their own, for which no other transfer waits. It is taken without receiver.mu.
+// claims are the positions that a transfer's frames have claimed. The frames of a hostile P may leave very many holes, which
+// cost time. So the claims of each transfer have a lock of their own, for which no other transfer waits. It is taken without
+// receiver.mu.
 type claims struct {
 	mu    sync.Mutex
 	spans spans.List
@@ -82,14 +83,14 @@ func (p *inPeer) reads(frames int, now time.Time) {
 	p.moves.Run(p.reading > 0 || fault.On("stream-rest-counts"), now)
 }
 
-// took is how long bytes came from the peer since the transfer's first one. Those of other transfers count: this one may have been in
-// turn behind them. receiver.mu is held.
+// took is how long bytes have come from the peer since the transfer's first byte. Bytes of the peer's other transfers count too, since
+// this transfer may have waited for its turn behind them. receiver.mu is held.
 func (in *inbound) took() time.Duration { return in.peer.moves.Sum(time.Now()) - in.since }
 
-// mostSpans bounds the spans that are kept of a transfer's frames. A sender needs about
-// one span for each of its streams and for each place where a partial offer gives more,
-// which may be each region. If a stream is late and frames are small, it needs more: one
-// for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
+// mostSpans bounds the spans that D keeps of a transfer's frames. A sender needs about
+// one span for each of its streams, and one for each place where a partial offer gives more
+// bytes, which may be each region. If a stream is late and frames are small, a sender needs more: one
+// span for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
 func (in *inbound) mostSpans() int {
 	return int(min(max(minSpans, in.total>>12, uint64(in.pieces())), maxSpans))
 }
@@ -147,13 +148,13 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 		err = in.revoke()
 	}
 	if end != nil {
-		<-end.told // the sink returns at once; or the copies are waited for, which Close bounds
+		<-end.told // the sink returns at once; or fail waits for copies, and Close bounds that wait
 		err = cmp.Or(err, end.err)
 	}
 	return err
 }
 
-// revoke returns when no stream reads, or copies, into the runs any more, or with an error if Close waits for copies no longer.
+// revoke waits until no stream reads or copies into the runs any more. If Close gives the copies up before that, it returns an error.
 func (in *inbound) revoke() error {
 	in.block()
 	if !in.copies.wait() && !fault.On("tcp-revoke-unsure") {
@@ -162,14 +163,14 @@ func (in *inbound) revoke() error {
 	return nil
 }
 
-// block has no stream read, or begin a copy, into the runs any more.
+// block sees to it that no stream reads, or begins a copy, into the runs any more.
 func (in *inbound) block() {
 	in.fence.Lock()
 	defer in.fence.Unlock()
 	in.revoked = true
 }
 
-// forget ends the streams' knowledge of a transfer; r.mu is held.
+// forget removes a transfer, so that no stream finds it any more; r.mu is held.
 func (r *receiver) forget(in *inbound) bool {
 	if in == nil || r.byID[in.id] != in {
 		return false
@@ -185,11 +186,11 @@ func (r *receiver) close() {
 	for _, p := range r.peers {
 		p.closeAll()
 	}
-	left := slices.Collect(maps.Values(r.byID)) // they stay there, for whoever revokes one beside Close
+	left := slices.Collect(maps.Values(r.byID)) // they stay in byID, since Revoke may be called beside Close
 	clear(r.byGrant)
 	r.mu.Unlock()
 	for _, in := range left {
-		in.block() // the streams wait for the copies, and Close for the streams
+		in.block() // each stream waits for its own copies, and Close waits for the streams
 	}
 }
 
@@ -210,14 +211,14 @@ func (r *receiver) fail(in *inbound, err error) {
 	if end == nil {
 		return
 	}
-	if end.err = in.revoke(); end.err != nil { // a Revoke hears of it, also later
+	if end.err = in.revoke(); end.err != nil { // Revoke returns this error, now or later
 		close(end.told)
 		return
 	}
 	r.tell(in, end, core.TransferStats{}, err)
 }
 
-// ends forgets a transfer. Just one caller gets the outcome, which it tells; nobody does when the transport is closed; r.mu is held.
+// ends forgets a transfer. Only one caller gets the outcome, and must tell it. If the transport is closed, no caller does. r.mu is held.
 func (r *receiver) ends(in *inbound) *outcome {
 	if r.closed || !r.forget(in) {
 		return nil
@@ -243,14 +244,14 @@ type inStream struct {
 	conn     *net.TCPConn
 	raw      syscall.RawConn
 	peer     *inPeer
-	received uint64 // bytes of frames; of a header all or none
+	received uint64 // bytes of frames; a header counts only when all of it has come
 	vec      []iovec
 	buf      [headerSize]byte
 	scratch  []byte // bytes that belong to no transfer are read into it
 	staging  staging
-	least    int       // bytes that make the socket readable; 0 is 1
-	window   []run     // of the plan of the transfer whose frame is read
-	cuts     int       // runs of it since the frame began
+	least    int       // how many bytes make the socket readable; 0 stands for 1
+	window   []run     // cut off the plan of the transfer whose frame is being read
+	cuts     int       // how many runs were cut off that plan since the frame began
 	sealed   *unsealer // nil: the stream is plain
 }
 
@@ -380,7 +381,7 @@ func (s *inStream) landed(in *inbound, n uint64) error {
 	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.took().Nanoseconds()}
 	s.r.mu.Unlock()
 	switch {
-	case gone: // another stream's frame was the last, or the transfer has failed, or was revoked and the sender may stop
+	case gone: // another stream has brought the last frame, or the transfer has failed or was revoked: P may stop sending it
 		return s.answered(in.grant)
 	case end == nil:
 		return nil

@@ -22,7 +22,7 @@ type sentFrame struct {
 	piece
 }
 
-// rest is the part of a frame that is lost when D has received so much of its number.
+// rest is the part of a frame that is lost if D has received so many bytes of the frame's number.
 func (f *sentFrame) rest(received uint64) (lost piece) {
 	begin := f.offset + headerSize
 	if received <= begin {
@@ -32,8 +32,8 @@ func (f *sentFrame) rest(received uint64) (lost piece) {
 	return piece{f.position + n, f.length - n}
 }
 
-// resume takes D's word on how much it has received of a number's streams, when a new one
-// is open; s.mu is held.
+// resume is called when D has opened a stream anew. received is how many bytes D says that it has
+// received of that stream's number; s.mu is held.
 func (s *sender) resume(out *outbound, number int, received uint64) {
 	if out.err == nil && !out.acked {
 		queued := out.due()
@@ -48,8 +48,8 @@ func (s *sender) resume(out *outbound, number int, received uint64) {
 	}
 }
 
-// lose arranges that the bytes of a number's frames which D has not received are sent
-// again. If D has all bytes, and only its acknowledgement was lost, D is asked.
+// lose has the bytes of a number's frames which D has not received sent again. If D has all
+// bytes, and only its acknowledgement was lost, P asks D.
 func (out *outbound) lose(number int, received uint64) {
 	touched := false
 	kept := out.sent[:0]
@@ -68,8 +68,8 @@ func (out *outbound) lose(number int, received uint64) {
 	out.ask = out.ask || touched && out.left == 0 && out.ranges.bytes == out.total
 }
 
-// cut puts the next frame's bytes, at most limit, into a stream's vector. They follow each
-// other, whether they were given at once or not.
+// cut puts the next frame's bytes, at most limit, into a stream's vector. The bytes of a frame
+// follow each other in the transfer, whether the engine gave them at once or not.
 func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64) {
 	if out.left == 0 {
 		return v, out.total, 0 // the frame asks D
@@ -81,7 +81,7 @@ func (out *outbound) cut(v []iovec, limit uint64) (_ []iovec, position, n uint64
 	return v, next.From, n
 }
 
-// due says whether there is a frame to send, that is, whether it is in the queue.
+// due says whether P has a frame of the transfer to send, that is, whether the transfer belongs in the queue.
 func (out *outbound) due() bool { return out.left > 0 || out.ask }
 
 // enqueue puts the transfer into the queue if it has become due.
@@ -92,9 +92,9 @@ func (out *outbound) enqueue(queued bool) {
 	}
 }
 
-// rests says whether all that was given is sent and more is to come, in minutes perhaps. D
-// gives up a transfer whose connections bring nothing. So if D's connections break
-// meanwhile, a frame without bytes on each new one says that the transfer lives.
+// rests says whether P has sent all bytes that it was given, and will be given more, perhaps only
+// after minutes. D gives up a transfer whose connections bring nothing. So if D's connections break
+// meanwhile, P says by a frame without bytes on each new one that the transfer lives.
 func (out *outbound) rests() bool {
 	return out.err == nil && out.left == 0 && out.ranges.bytes > 0 && out.ranges.bytes < out.total
 }

@@ -42,7 +42,7 @@ const sealedHeader = headerSize + tagBytes
 // AES-GCM has any bound to respect.
 const recordsPerKey = 1 << 20
 
-// errForged ends a stream of which a record is not what its peer has sent.
+// errForged ends a stream that has brought a record which the peer has not sent so.
 var errForged = errors.New("a record of the encrypted stream has a wrong tag: it was changed, sent again, left out or moved on its way")
 
 // secret is the second half of the ticket of a sealed stream. No stream shows it.

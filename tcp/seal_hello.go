@@ -94,7 +94,7 @@ func (st *outStream) acceptSealed(p *helloProof) (err error) {
 	return err
 }
 
-// sendWelcome is the first that P says on a sealed stream.
+// sendWelcome sends the first frame that P sends on a sealed stream.
 func (s *sender) sendWelcome(st *outStream) error {
 	if st.sealed == nil {
 		return nil

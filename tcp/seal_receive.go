@@ -102,8 +102,8 @@ func receive(fd uintptr, b []byte) (uintptr, syscall.Errno) {
 	}
 }
 
-// forged ends the transfers with a peer of which a stream has brought a forged record.
-// Which of them the record was of is not known: nothing of it can be believed.
+// forged ends all transfers with a peer if one of its streams has brought a forged record.
+// Nobody knows which transfer the record was of, since nothing in it can be believed.
 func (r *receiver) forged(p *inPeer, err error) {
 	r.mu.Lock()
 	var lost []*inbound

@@ -20,10 +20,10 @@ type sealing struct {
 	sent   uint64 // bytes of the frame that are sent, header included
 	part   []iovec
 
-	pending []byte // of a record that is sealed and not sent whole
+	pending []byte // the rest of a record that is sealed and not sent whole
 	holds   uint64 // bytes of the frame in that record
 	one     [1]iovec
-	begun   bool // a record is sealed: its number is used, and the stream is spoilt if it does not follow
+	begun   bool // a record is sealed, so its number is used: if the record is not sent, the stream cannot go on
 }
 
 // seal has the writer's frame sent as records, on a sealed stream.
@@ -41,7 +41,7 @@ func (w *frameWriter) seal(length uint64) error {
 	return nil
 }
 
-// sealed says how many bytes of the frame are in the stream; sent is the answer of a plain one.
+// sealed says how many bytes of the frame are in the stream. If the stream is plain, it is sent.
 func (w *frameWriter) sealed(sent uint64) uint64 {
 	f := w.sealing
 	if f == nil {
@@ -54,8 +54,7 @@ func (w *frameWriter) sealed(sent uint64) uint64 {
 	return f.sent
 }
 
-// write writes a part of the frame. What the peer has not taken until then is given back, as send
-// says.
+// write writes a part of the frame. It gives back what the peer has not taken by until, like send.
 func (w *frameWriter) write(vec []iovec, length uint64, until time.Time) (uint64, error) {
 	if w.sealing != nil {
 		return w.sealing.write(vec, until)
@@ -63,7 +62,7 @@ func (w *frameWriter) write(vec []iovec, length uint64, until time.Time) (uint64
 	return w.send(vec, length, until)
 }
 
-// flush sends what a part that was given back has left, as send says.
+// flush sends what is left in a record of a part that was given back, like send.
 func (w *frameWriter) flush(until time.Time) error {
 	if w.sealing == nil {
 		return nil

@@ -41,21 +41,21 @@ type sender struct {
 type outPeer struct {
 	id      core.AgentID
 	ticket  random
-	secret  secret                  // beside the ticket, if its streams are sealed
+	secret  secret                  // if the streams are sealed: the second half of the ticket
 	slots   [maxPeerStreams]outSlot // by number
-	open    int                     // streams in them
-	stuck   *outStream              // D is to open it anew; another stream tells D
+	open    int                     // how many slots have a stream
+	stuck   *outStream              // the stream that D is to open anew; another stream tells D
 	tuner   streamTuner
-	asks    bool        // D is to open one more
-	queue   []*outbound // that have a frame to send; served in turn
+	asks    bool        // D is to open one more stream
+	queue   []*outbound // transfers that have a frame to send; served in turn
 	byGrant map[random]*outbound
 	wake    *sync.Cond // on sender.mu: a stream has something to do, or may have: queue, asks, stuck, what takes frames, the end of a stream
 }
 
 // outSlot is what P knows of D's streams of one number.
 type outSlot struct {
-	attempt uint64     // of the newest
-	stream  *outStream // nil when it has ended
+	attempt uint64     // of the newest stream
+	stream  *outStream // the newest stream; nil when it has ended
 }
 
 // outStream is one accepted connection.
@@ -68,11 +68,11 @@ type outStream struct {
 	offset  uint64 // of the next frame, as D counts received bytes
 	dead    bool
 	shut    bool            // P has said that it writes no more
-	stalled bool            // it makes no progress: D is to open it anew, and others are used meanwhile
+	stalled bool            // it makes no progress: D is to open it anew, and meanwhile P uses other streams
 	life    context.Context // ends when dead is set
-	end     func()          // ends it
+	end     func()          // ends life
 	acked   uint64          // bytes that D's kernel had acknowledged at the last look
-	still   int             // looks since without any
+	still   int             // how many looks since then have seen no further ones
 	rested  []random        // transfers that rested when it was opened: the stream is to say of each that it lives
 	// vec[0] is the frame's header in hdr.
 	vec     []iovec
@@ -154,7 +154,7 @@ func (st *outStream) shutDown() {
 	st.end()
 }
 
-// abort ends a connection that has nothing worth sending any more.
+// abort ends a connection at once. What its socket still has to send is not needed any more.
 func (st *outStream) abort() {
 	_ = st.conn.SetLinger(0) // else the kernel would go on sending its buffer
 	st.conn.Close()
@@ -355,7 +355,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	return out, headerSize + h.length
 }
 
-// frame begins a stream's vector, with a header before what is in it.
+// frame puts a frame's header into a stream's vector, before the bytes that are in it.
 func (st *outStream) frame(h *header) {
 	h.encode(&st.hdr)
 	if h.kind != frameData {

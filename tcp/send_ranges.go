@@ -18,12 +18,12 @@ type sendRanges struct {
 	window sendRange // the runs of its plan that are sent now
 }
 
-// sendRange is a part without gaps. The next one may begin where it ends.
+// sendRange is a part of a transfer without gaps. The next range may begin where this one ends.
 type sendRange struct {
 	position, end uint64
 	runs          []run
 	plan          kv.Plan // in place of the runs
-	// next is the index of the run at position begins. Bytes that are read in order need no search.
+	// next is the index of a run, and begins is that run's position. So bytes that are read in order need no search.
 	next   int
 	begins uint64
 }
@@ -42,7 +42,7 @@ func sendRangesOf(out []sendRange, l *kv.Layout, op *core.WriteOp) []sendRange {
 	if at == nil {
 		at = whole[:]
 	}
-	first := 0 // of the runs of the last range
+	first := 0 // the index of the first run of the last range
 	for _, e := range at {
 		n := len(out)
 		if n == 0 || out[n-1].end != e.Position {
@@ -92,8 +92,8 @@ func (g *sendRanges) find(position uint64) (i int, found bool) {
 	return i, i < len(g.ranges) && g.ranges[i].position <= position
 }
 
-// fill puts the bytes from a position up to limit into v, up to its capacity, and says how
-// many they are. All of them have been given.
+// fill puts the places of bytes into v: from a position on, at most limit bytes, and at most as many places as v has
+// room for. It returns how many bytes these are. The caller asks only for bytes that have been given.
 func (g *sendRanges) fill(v []iovec, position, limit uint64) (_ []iovec, total uint64) {
 	i, _ := g.find(position)
 	for total < limit && len(v) < cap(v) {

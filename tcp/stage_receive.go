@@ -18,9 +18,9 @@ import (
 // holds no slot. So Revoke waits for copies only, and a slow peer holds no slot.
 type staging struct {
 	slots []stagedSlot
-	spare [][]Run // of slots that have landed
+	spare [][]Run // the runs of slots that have landed, to use again
 	ready Slot    // for the next bytes
-	wants int     // nothing can be read before there is a slot: the device's number and 1
+	wants int     // if not 0, nothing can be read before the stream has a slot; it is the device's number plus 1
 }
 
 // stagedSlot is a slot whose bytes are being copied to these runs.
@@ -148,7 +148,7 @@ func (s *inStream) landStarted(in *inbound, most int) (err error) {
 	return err
 }
 
-// polled says whether a read (POLLIN), or a write (POLLOUT), would not wait.
+// polled says whether a read (POLLIN) or a write (POLLOUT) is possible at once.
 func polled(fd uintptr, events int16) bool {
 	list := [1]unix.PollFd{{Fd: int32(fd), Events: events}}
 	for {
@@ -159,9 +159,9 @@ func polled(fd uintptr, events int16) bool {
 	}
 }
 
-// copyFailed ends a transfer for its memory's fault. If a copy may still land, the engine
-// must not hear of an end: no stream knows the transfer any more, and Revoke waits until
-// Close.
+// copyFailed ends a transfer because a copy into its memory has failed. If a copy may still land,
+// the engine must not hear of an end: then no stream knows the transfer any more, and Revoke waits
+// until Close.
 func (r *receiver) copyFailed(in *inbound, err error) {
 	if errors.Is(err, ErrMayCopy) {
 		r.mu.Lock()
@@ -175,7 +175,7 @@ func (r *receiver) copyFailed(in *inbound, err error) {
 	r.failed(in, err)
 }
 
-// stuck notes the regions to which a device does not end a copy.
+// stuck notes the regions into which a device may still copy, since it does not end a copy.
 func (r *receiver) stuck(to []Run) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -214,7 +214,7 @@ func (c *copies) done() {
 	}
 }
 
-// wait returns when nothing is copied, or with false when Close waits no longer.
+// wait waits until no copy is under way, and returns true. If Close gives the copies up before that, it returns false.
 func (c *copies) wait() bool {
 	c.mu.Lock()
 	if c.n == 0 || fault.On("tcp-revoke-at-once") {

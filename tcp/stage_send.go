@@ -15,14 +15,14 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// window is the most slots that one stream has at a time. It waits for a slot only while it
+// window is the most slots that one stream has at a time. A stream waits for a slot only while it
 // has none, so that streams never wait for each other.
 const window = 4
 
-// A stream gives its slots back when its peer has not taken a slot's bytes within tenure, so that
-// a peer that takes none, or few, does not starve the others. The bytes are copied again when the
-// peer takes some. Until a frame has gone without that, the stream has one slot at a time, with
-// slowPart bytes at most. It takes it when its socket has room, and keeps it for one writev.
+// If a peer has not taken a slot's bytes within tenure, the stream gives its slots back, so that a peer
+// that takes no bytes, or few, does not starve the others. When the peer takes bytes again, they are
+// copied again. Until a whole frame has gone without that, the stream has one slot at a time, with
+// slowPart bytes at most. It takes this slot when its socket has room, and keeps it for one writev.
 const (
 	tenure   = 100 * time.Millisecond
 	slowPart = 64 << 10
@@ -38,7 +38,7 @@ type source struct {
 	ahead   []sourcePart
 	staged  int    // slots in ahead
 	done    uint64 // bytes of the frame that are written
-	slow    bool   // the peer is; see tenure
+	slow    bool   // the peer is slow; see tenure
 	yielded bool   // slots were given back in this frame
 	mayCopy bool   // a slot's copy may read for ever
 	runs    []Run
@@ -58,7 +58,7 @@ var noWait = func() context.Context {
 	return ctx
 }()
 
-// writeStaged writes a stream's frame, of which some bytes may lie in device memory.
+// writeStaged writes a frame to a stream. Some of the frame's bytes may lie in device memory.
 func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err error) {
 	w.idle.each = tenure
 	c.begins(w)
@@ -92,8 +92,8 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 	}
 }
 
-// until is when the peer must have taken the next part. The zero time: it may take as long as it
-// takes some bytes.
+// until is when the peer must have taken the next part. If it is zero, the peer has no limit as long
+// as it takes some bytes.
 func (c *source) until() time.Time {
 	switch {
 	case c.staged == 0 || fault.On("tcp-slot-kept"):
@@ -110,7 +110,7 @@ func (c *source) begins(w *frameWriter) {
 	c.rewind()
 }
 
-// rewind begins with the bytes that are not written.
+// rewind begins anew with the bytes of the frame that are not written yet.
 func (c *source) rewind() {
 	c.store = append(c.store[:0], c.frame...)
 	c.rest = drop(c.store, uintptr(c.done))
@@ -152,9 +152,9 @@ func (c *source) next() (*sourcePart, error) {
 	return p, nil
 }
 
-// begin takes a part off the frame; nil if the part has no slot and parts before it come first.
-// The first slot is there before the frame's header is written, so that a frame that gets no
-// slot is taken back.
+// begin takes a part off the frame. If the part gets no slot, and parts before it must be written first, it returns nil.
+// A frame has its first slot before its header is written. So if it gets no slot, the whole frame can be
+// taken back.
 func (c *source) begin() (*sourcePart, error) {
 	d := &c.w.s.t.devices
 	device, n, bytes := d.alike(c.rest, ^uint64(0))
@@ -203,9 +203,9 @@ func (c *source) slot(device int) (Slot, error) {
 	return c.wait(device)
 }
 
-// wait waits for a slot, in one place of the queue. A frame of which nothing is written waits as
-// long as its transfer and its stream live. Within a frame D waits too: for StallTimeout, and for
-// stopGrace when the transfer was given up.
+// wait waits for a slot, and keeps its place in the queue of those that wait. If nothing of the frame is
+// written yet, it waits as long as the transfer and the stream live. Within a frame D waits too: so it waits
+// for StallTimeout at most, or for stopGrace if the transfer was given up.
 func (c *source) wait(device int) (Slot, error) {
 	t := c.w.s.t
 	ctx, cancel := context.WithCancelCause(c.w.st.life)
@@ -235,9 +235,9 @@ func (c *source) wait(device int) (Slot, error) {
 	return nil, t.noSlot(err)
 }
 
-// ready waits until the socket has room. If the socket had room and took no bytes, that is looked at
-// again only after an event, or a step that counts as one without progress. It ends when the transfer is given up and nothing of
-// the frame is written (begun: something is).
+// ready waits until the socket has room. If the socket had room and took no bytes, ready looks again only after an event, or after
+// a step, which counts as one without progress. begun says that a part of the frame is written. If nothing is written, and the
+// transfer is given up, ready ends.
 func (w *frameWriter) ready(begun bool) error {
 	for {
 		_, errno, err := w.attempt(true, func(fd uintptr) (uintptr, syscall.Errno) {

@@ -8,7 +8,7 @@ import (
 )
 
 // step is the length of the steps of longer waits. If this process itself was stopped,
-// that time counts as one step, and not as its peer's.
+// that time counts as one step, and not as the peer's silence.
 const step = 250 * time.Millisecond
 
 // stall bounds a time without progress.
@@ -26,7 +26,7 @@ func (s *stall) next() time.Duration { return min(cmp.Or(s.each, step), s.bound-
 // last says whether the wait ends with the step that begins now.
 func (s *stall) last() bool { return s.since+s.next() >= s.bound }
 
-// goesOn counts a step's time-out, and says whether the wait goes on after an error.
+// goesOn says whether a wait goes on after an error. If the error is the time-out of a step, it counts the step.
 func (s *stall) goesOn(err error) bool {
 	if !errors.Is(err, os.ErrDeadlineExceeded) {
 		return false

@@ -7,24 +7,24 @@ import (
 	"go.uber.org/zap"
 )
 
-// The bytes for a D go by as many of its streams as pay between these two hosts. One stream fills a slow link, several fill a
-// fast one, and more than the processors can serve take from each other. P finds the number, since P knows when all streams
-// have work. It compares the rate of the number in use with that of one more, or of one less, by measurements in turn: what
-// else goes on then meets both.
+// P sends the bytes for a D over as many of D's streams as pay between the two hosts. One stream fills a slow link, and several fill a
+// fast one. If there are more streams than the processors can serve, they take from each other. P finds the number, since P knows
+// when all streams have work. It compares the rate of the number in use with that of one more, or of one less, by measurements in
+// turn, so that other work on the hosts slows both.
 //
-// The rate is that of the bytes that D's kernel has acknowledged, on all streams, those that rest included. What P writes goes
-// into P's socket buffers first. A stream that has rested has empty ones, which take bytes at the speed of memory. So by the
-// bytes that P writes, one stream more would seem to pay on any link. D's socket buffers take bytes at that speed too, and D's
-// kernel acknowledges them. So nothing counts until P has written what the buffers of all streams in use hold: after another
-// number came into use, after a stream has opened, ended or turned out to be of no use, and after a stream had nothing to send.
+// The rate is that of the bytes that D's kernel has acknowledged on all streams, those that rest included. Bytes that P writes first
+// go into P's socket buffers. A stream that has rested has empty buffers, which take bytes at the speed of memory. So by the
+// bytes that P writes, one more stream would seem to pay on any link. D's socket buffers take bytes at that speed too, and D's
+// kernel acknowledges them. So nothing counts until P has written as much as the buffers of all streams in use hold. That is so after
+// another number came into use, after a stream has opened, ended or turned out to be of no use, and after a stream had nothing to send.
 
 const (
 	// settleFrames whole frames for each stream in use are written before anything counts: 10 MiB. That is what Linux gives a
 	// connection's buffers at most by default, 4 MiB at P (tcp_wmem) and 6 MiB at D (tcp_rmem).
 	settleFrames  = 5
-	pieceFrames   = 2                     // likewise, from one reading of the acknowledged bytes to the next
-	measurePieces = 8                     // the least of a measurement
-	measureTime   = 50 * time.Millisecond // likewise
+	pieceFrames   = 2                     // so many whole frames are written between two readings of the acknowledged bytes
+	measurePieces = 8                     // a measurement has at least so many of these pieces
+	measureTime   = 50 * time.Millisecond // and takes at least so long
 	comparisons   = 5                     // of two measurements each; their median decides
 	worthOneMore  = 1.08                  // the least ratio of the rates for which a further stream is used
 	worthOneLess  = 0.97                  // the least one for which a stream rests
@@ -37,12 +37,12 @@ type streamTuner struct {
 	frame   uint64 // bytes of a whole frame
 	use     int    // streams that take frames, if so many are open
 	found   int    // the number that paid best
-	tries   int    // the number that is compared with it; 0: no trial goes on
+	tries   int    // the number that P compares with found; 0: no trial goes on
 	most    int    // so many were open when D was asked for one more, and none above them was measured since; 0: D is to be asked
 	missing int    // the number found before D had fewer streams; 0: a trial has found another since, or D has had as many
 	less    bool   // the next trial is of one less
 	pause   int    // measurements from one trial to the next
-	wait    int    // those that are left of it
+	wait    int    // how many measurements are left until the next trial
 	asked   bool   // D was asked for a further stream just now
 	rate    float64
 	ratios  []float64
@@ -58,7 +58,7 @@ type streamTuner struct {
 	acked   uint64
 }
 
-// reading is what D's kernel has acknowledged in all, and when that was read.
+// reading is how many bytes D's kernel has acknowledged in all, and when P read that.
 type reading struct {
 	at    time.Time
 	acked uint64
@@ -68,13 +68,13 @@ func newStreamTuner(first int, frame uint64) streamTuner {
 	return streamTuner{frame: frame, use: first, found: first, pause: shortestPause, wait: shortestPause}
 }
 
-// reset says that what was written since the last reading does not count.
+// reset notes that the bytes written since the last reading do not count.
 func (b *streamTuner) reset() {
 	b.round++
 	b.written, b.settled = 0, false
 }
 
-// wrote says that a stream has written so many bytes. If it returns true, the caller takes a reading and hands it to read.
+// wrote notes that a stream has written so many bytes. If it returns true, the caller takes a reading and hands it to read.
 func (b *streamTuner) wrote(bytes uint64) (due bool) {
 	b.written += bytes
 	frames := settleFrames
@@ -212,8 +212,8 @@ func (b *streamTuner) opened(open int) {
 	b.reset()
 }
 
-// meter reads what D's kernel has acknowledged on a D's streams. It is called without sender.mu: the kernel answers when no
-// call writes to the stream.
+// meter reads how many bytes D's kernel has acknowledged on the streams of one D. It is called without sender.mu, since the kernel
+// answers only while no call writes to the stream.
 func meter(streams []*outStream) (r reading) {
 	for _, st := range streams {
 		if info := st.info(); info != nil { // else the stream has ended: the reading does not count then
@@ -248,7 +248,7 @@ func (p *outPeer) uses(st *outStream) bool {
 	return st.able() && before < p.tuner.use
 }
 
-// unopened is the first number of which no stream is open, -1 if all are; sender.mu is held.
+// unopened is the first number that has no open stream; -1 if all have one; sender.mu is held.
 func (p *outPeer) unopened() int {
 	return slices.IndexFunc(p.slots[:], func(s outSlot) bool { return s.stream == nil })
 }

@@ -28,13 +28,13 @@ type Config struct {
 	// AdvertiseHost is the host that peers are told; empty means the one at
 	// which they found the registry.
 	AdvertiseHost      string
-	Streams            int           // most connections to a peer, of which as many are used as pay; DefaultStreams, at most 64
-	First              int           // of them, those that are opened and used at once; FirstStreams
+	Streams            int           // most connections to a peer; P uses only as many as pay; DefaultStreams, at most 64
+	First              int           // connections of a peer that are opened and used at once; FirstStreams
 	FrameBytes         uint64        // most bytes of a frame; 2 MiB
 	StallTimeout       time.Duration // no progress for so long ends a stream; core.DefaultStallTimeout
 	DialTimeout        time.Duration // core.DefaultConnectTimeout
 	MaxStreams         int           // accepted at a time; 4096, and a quarter of the process's descriptors
-	MaxUnauthenticated int           // besides these, that have not shown their ticket yet; 256
+	MaxUnauthenticated int           // accepted besides these, while they have not shown their ticket; 256
 	// Guard, if set, can refuse the IP address and port of a peer's resolved endpoint, each
 	// time before it is dialled.
 	Guard func(endpoint, address string) error

@@ -96,7 +96,7 @@ func (c *cursor) advance(n uint64) {
 	}
 }
 
-// abort removes n bytes from the front of v, which it changes.
+// drop removes n bytes from the front of v. It changes v.
 func drop(v []iovec, n uintptr) []iovec {
 	for len(v) > 0 && n >= v[0].len {
 		n -= v[0].len

@@ -8,13 +8,13 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// One of several streams can be dead while the others live: a cable of a bundle, one path
-// of many. The kernel finds out after StallTimeout. P knows sooner, by looking at the
-// bytes that D's kernel has acknowledged, and has D open that stream anew. D may be unable to
-// for as long as the path is dead. So the stream counts as stalled until it moves: it takes no frames.
+// One of several streams can be dead while the others live, for instance if one cable of a bundle, or one of
+// many paths, is broken. The kernel finds out after StallTimeout. P finds out sooner, by looking at the
+// bytes that D's kernel has acknowledged, and has D open that stream anew. As long as the path is dead, D may be
+// unable to open it. So the stream counts as stalled until it moves: P sends no frames on it.
 
-// watchdogInterval is the time between two looks, stuckChecks how many of them see a stream
-// without progress before it counts as stuck.
+// watchdogInterval is the time between two looks. If stuckChecks looks in a row see a stream without progress,
+// it counts as stuck.
 const (
 	watchdogInterval = time.Second
 	stuckChecks      = 2

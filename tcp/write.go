@@ -98,7 +98,7 @@ func (t *Transport) Extend(op core.WriteOp) {
 	s.end(out, nil)
 }
 
-// give takes more bytes of a write.
+// give adds bytes to a write.
 func (out *outbound) give(part []sendRange) error {
 	for i := range part {
 		p := &part[i]
@@ -112,7 +112,8 @@ func (out *outbound) give(part []sendRange) error {
 	return nil
 }
 
-// paces says whether bytes are under way; sender.mu is held. When all is given P waits for D's answer, and cannot tell it from them.
+// paces runs the write's clock while bytes are under way; sender.mu is held. When all bytes are given, the clock also runs while P waits
+// for D's answer, since P cannot see when the last byte has arrived.
 func (out *outbound) paces() {
 	out.moves.Run(out.ranges.bytes > 0 && (out.frames > 0 || !out.rests() || fault.On("stream-rest-sent")), time.Now())
 }

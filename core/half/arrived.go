@@ -61,9 +61,9 @@ func (t *Tombstone) Answer(name string, peer core.AgentID) (core.Code, string) {
 	return t.Code.AtPeer(), t.Reason
 }
 
-// knows says whether a load needs no more than an answer: the transfer is another agent's,
-// or the same message came twice. A load of a D that starts over, since its first load got
-// no answer, needs more.
+// knows says whether P need only answer a load, because the transfer is another agent's, or the
+// same message came twice. If D starts over because its first load got no answer, an answer
+// alone is not enough.
 func (h *Set) knows(of *Offer, l *core.LoadMessage) (known bool, code core.Code, reason string) {
 	switch {
 	case of.peer != "" && of.peer != l.Peer &&
@@ -161,7 +161,7 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 			h.loseClaim(c, Ending{f.Code.AtPeer(), f.Reason})
 		}
 	case ld != nil && ld.peer == f.From:
-		if f.Code != core.OK { // only the bytes themselves say that a load went well
+		if f.Code != core.OK { // P's OK ends no load: only the transport knows whether all bytes have landed
 			h.endLoad(now, ld, Ending{f.Code.AtPeer(), f.Reason}, false)
 		}
 	case (c != nil || ld != nil) && h.offers[ID(f.ID)] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
@@ -176,12 +176,12 @@ func (h *Set) StepRestartMessage(now time.Time, r core.RestartMessage) {
 	}
 }
 
-// finishOffer takes D's word that its half has ended.
+// finishOffer handles D's message that its half has ended.
 func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reason string) {
 	_, gone := h.Ended.Get(id)
 	of := h.offers[id]
 	if of == nil && !gone {
-		h.above.Meet(now, who, id) // if it is a part, the others are waited for
+		h.above.Meet(now, who, id) // if the id is a part's, P now waits for the other parts too
 		of = h.offers[id]
 	}
 	switch {

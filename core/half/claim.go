@@ -42,20 +42,20 @@ type claim struct {
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
-// asked is what a load takes over from its claim, beside the load's own seq and token. Alone it is a farewell: an end of which a P
-// that is still looked up is to hear.
+// asked is what a load takes over from its claim, beside the load's own seq and token. By itself it is a farewell: it keeps an end
+// that P must hear of, while D is still looking P up.
 type asked struct {
 	id     ID
 	seq    uint64
 	from   core.Target
-	rank   bool // from is a rank of an engine, and has no others beside it
+	rank   bool // from is one rank of an engine, which D loads from beside others
 	token  uint64
 	since  time.Time    // the engine's first word of it: its claim, if there was one
-	end    Ending       // how it ended, or ends: of a claim in claimVoid, or when it was lost
+	end    Ending       // how it ended or is ending; a claim has it in claimVoid, or when it was lost
 	peer   core.AgentID // the P agent that it is with; "" while P is looked up
 	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
 	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
-	nameBy time.Time    // if the agent opened after the request: until when its engine must name the request; zero: the agent was open before
+	nameBy time.Time    // if the agent opened after the request: its engine must name the request until then; else zero
 }
 
 func (a *asked) withRank() bool { return a.rank }
@@ -70,8 +70,8 @@ type Ending struct {
 	Reason string
 }
 
-// replaced says why the agent that took another's place cannot have the request; "" if it
-// can. younger says that this agent opened after the request.
+// replaced is called when the agent at hand may have taken another's place. It says why this agent
+// cannot know the request; "" if it can. younger says that the agent opened after the request was made.
 func (a *asked) replaced(younger bool) string {
 	switch by := a.peer; {
 	case a.keeper != "" && a.keeper != by:
@@ -95,7 +95,7 @@ func (h *Set) Claim(now time.Time, r core.ClaimRequest) {
 	h.claimTo(c, claimResolving, c.lookUp(false))
 }
 
-// claimTo is one row of the table: the claim's next state, and what is to be done.
+// claimTo performs one row of the table: it sets the claim's next state, and wants the row's actions.
 func (h *Set) claimTo(c *claim, next claimState, does ...core.Action) {
 	switch claimNone {
 	case next:
@@ -151,8 +151,8 @@ func (h *Set) claimAgain(c *claim) {
 	h.claimTo(c, state, c.lookUp(true))
 }
 
-// claimAnswered takes P's answer to a renewal of a claim, or of a load that it keeps as one. If P has no place for
-// the claim now, the next renewal asks again.
+// claimAnswered handles P's answer to the renewal of a claim, or of a load that P keeps like a claim. If P has no place
+// for the claim now, the next renewal asks again.
 func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answer) {
 	var end Ending
 	switch a.Status {

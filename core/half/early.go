@@ -10,24 +10,24 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// What D agents claim or load before P's engine has named the request has a limit for all D
-// agents together. Beyond it the account that has brought the most gives way: its claims before its loads, and the newest first.
-// A claim is forgotten: its D asks again with the next renewal. A load ends, and its D is told. All shares of a transfer are kept or
-// give way together, and are as firm as one of them: a load of one share makes a load of the transfer.
+// Claims and loads that come before P's engine has named the request are limited for all D agents together. Beyond the limit the
+// account that has the most gives way: its claims before its loads, and the newest first. A claim that gives way is forgotten: its D
+// asks again with the next renewal. A load that gives way ends, and its D is told. All shares of a transfer are kept or give way
+// together. If one share has a load, all of them count as loads.
 
 // maxEarlyBlocks bounds the block ids that early loads hold: 16 MiB.
 const maxEarlyBlocks = 1 << 22
 
-// earlyPlace is what an early transfer holds of that room, all shares of it together.
+// earlyPlace is what an early transfer holds of that room, for all its shares together.
 type earlyPlace struct {
 	who    Party
 	offers *stake // the weight is how many offers there are
 	blocks *stake // the weight is how many block ids their loads hold; nil if they hold none
 }
 
-// roomForEarly makes room for so many more, with so many block ids, of a D agent. It is
-// false if the agent's account itself has the most of what there is no room for. If a step has ended enough, what must give way for
-// this room does so in the next: until then there is more than there is room for, but never twice as much.
+// roomForEarly makes room for so many more places and block ids of a D agent. It returns false if there is no room and the agent's
+// own account has the most. If this step has ended enough offers already, those that must give way do so in the next step. Until then
+// there are more than the limit, but never twice as many.
 func (h *Set) roomForEarly(now time.Time, who Party, places, blocks int) bool {
 	for {
 		scarce, more := h.scarce(places, blocks)
@@ -104,7 +104,7 @@ func (h *Set) giveWay(now time.Time, s *stake) {
 	}
 }
 
-// cameEarly counts an early offer: at the place of its transfer, nil if it is the first of it.
+// cameEarly counts an early offer. at is the place of its transfer; nil if this is the transfer's first offer.
 func (h *Set) cameEarly(of *Offer, at *earlyPlace, who Party) *earlyPlace {
 	if at == nil {
 		at = &earlyPlace{who: who, offers: h.earlyOf.add(who, of.id, 1)}

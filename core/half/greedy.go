@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Party is a D agent, of an account.
+// Party is a D agent, with its account.
 type Party struct {
 	account core.Account
 	agent   core.AgentID
@@ -19,13 +19,13 @@ func partyOf(account core.Account, agent core.AgentID) Party {
 	return Party{fault.Pick("places-by-agent", account, core.Account(agent)), agent}
 }
 
-// greedy counts what peers hold of something that has a limit for all together. The account that holds the most gives way, in
-// it the agent that holds the most.
+// greedy counts how much each peer holds of something that is limited for all peers together. If the limit is reached, the account
+// that holds the most gives way, and within that account the agent that holds the most.
 type greedy struct{ accounts ranking }
 
 func newGreedy() greedy { return greedy{newRanking()} }
 
-// ranking is holders by their names, and knows which holds the most.
+// ranking keeps the holders by name, and finds the one that holds the most.
 type ranking struct {
 	byName map[string]*holding
 	order  holdings
@@ -33,22 +33,22 @@ type ranking struct {
 
 func newRanking() ranking { return ranking{byName: map[string]*holding{}} }
 
-// holding is what an account holds, or one agent of it.
+// holding is what an account holds, or what one agent of an account holds.
 type holding struct {
 	name   string
 	weight int
-	at     int     // in the order
-	agents ranking // of an account
-	// Of an agent, in the order of their coming.
+	at     int     // its index in the ranking's order
+	agents ranking // if it is an account's: those of its agents
+	// If it is an agent's: the agent's stakes that are not firm, and those that are, each in the order in which they came.
 	soft, firm list.List
 }
 
-// stake is what an agent holds by one transfer, all shares of it together.
+// stake is what an agent holds for one transfer, for all shares of the transfer together.
 type stake struct {
 	id     ID
 	who    Party
 	weight int
-	firm   bool // it gives way after those that are not
+	firm   bool // it gives way only after the agent's stakes that are not firm
 	el     *list.Element
 }
 
@@ -59,7 +59,7 @@ func (r *ranking) of(name string) int {
 	return 0
 }
 
-// most is the holder with the greatest weight; nil if none has any.
+// most is the holder with the greatest weight; nil if there is no holder.
 func (r *ranking) most() *holding {
 	if len(r.order) == 0 {
 		return nil
@@ -67,7 +67,7 @@ func (r *ranking) most() *holding {
 	return r.order[0]
 }
 
-// weigh gives a holder more weight, or takes some away. A holder that has none is forgotten.
+// weigh adds to a holder's weight; more may be negative. A holder without weight is forgotten.
 func (r *ranking) weigh(name string, more int) *holding {
 	h := r.byName[name]
 	if h == nil {
@@ -84,7 +84,7 @@ func (r *ranking) weigh(name string, more int) *holding {
 	return h
 }
 
-// weigh counts more or less of a party, and returns what its agent holds.
+// weigh adds to what a party holds, and returns the holding of its agent; more may be negative.
 func (g *greedy) weigh(who Party, more int) *holding {
 	return g.accounts.weigh(string(who.account), more).agents.weigh(string(who.agent), more)
 }
@@ -96,7 +96,7 @@ func (g *greedy) add(who Party, id ID, weight int) *stake {
 	return s
 }
 
-// change adds to the weight of a stake, which stays at its place. A stake without weight is gone.
+// change adds to the weight of a stake, which keeps its place in the order. A stake without weight is removed.
 func (g *greedy) change(s *stake, more int) {
 	agent := g.weigh(s.who, more)
 	if s.weight += more; s.weight == 0 {
@@ -120,9 +120,10 @@ func (s *stake) of(agent *holding) *list.List {
 	return &agent.soft
 }
 
-// gives is the stake that gives way to so much more of a party: the newest of the agent that holds the most, in the account that
-// holds the most. If that account would not have more than the party's, it is the party's own account that gives, if an agent of it
-// has more than the party's agent would have. nil: there is no room for the party.
+// gives returns the stake that must give way if a party is to hold so much more. It is the newest stake of the agent that holds the
+// most, within the account that holds the most. If the party's account would then hold at least as much as that account, a stake of
+// the party's own account gives way, provided that another of its agents holds more than the party's agent would then hold. nil: the
+// party gets nothing more.
 func (g *greedy) gives(who Party, more int) *stake {
 	most := g.accounts.most()
 	if most == nil {
@@ -137,8 +138,8 @@ func (g *greedy) gives(who Party, more int) *stake {
 	return most.outermost((*list.List).Back)
 }
 
-// outermost is the newest (Back) or oldest (Front) stake of the agent of an account that holds the most. Those that are not
-// firm come first.
+// outermost is the newest (Back) or oldest (Front) stake of the agent that holds the most of an account. If the agent has stakes
+// that are not firm, it is one of these.
 func (h *holding) outermost(of func(*list.List) *list.Element) *stake {
 	agent := h.agents.most()
 	return cmp.Or(of(&agent.soft), of(&agent.firm)).Value.(*stake)

@@ -8,20 +8,20 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// growth is the part of an offer that is there from a moment on. It counts only when the
-// growths before it count: a block is there when all that was queued for it is done, on
+// growth is a part of an offer whose blocks are ready from a moment on. It counts only when the
+// growths before it count: a block is ready when all work that was queued for it is done, on
 // every stream.
 type growth struct {
 	after   core.Moment // 0: it has passed
-	ready   []uint32    // as of PartialOffer
-	regions []uint32    // as of PartialOffer
-	whole   bool        // the engine has offered all
+	ready   []uint32    // as in PartialOffer
+	regions []uint32    // as in PartialOffer
+	whole   bool        // the engine has offered all blocks
 }
 
 // maxGrowths bounds the growths of an offer that wait for their moments.
 const maxGrowths = 4096
 
-// grows says whether a growth counts at once. Else the offer keeps it until its moment.
+// grows says whether a growth counts at once. If not, the offer keeps the growth until its moment has passed.
 func (h *Set) grows(now time.Time, of *Offer, g growth) bool {
 	if fault.On("growth-at-once") && !g.whole || fault.On("offer-at-once") && g.whole {
 		g.after = 0
@@ -35,7 +35,7 @@ func (h *Set) grows(now time.Time, of *Offer, g growth) bool {
 	return false
 }
 
-// offerPassed has the growths of a moment count.
+// offerPassed is called when a moment has passed: the growths that have waited for it now count.
 func (h *Set) offerPassed(now time.Time, of *Offer, at core.Moment) {
 	for i := range of.growths {
 		if g := &of.growths[i]; g.after == at || fault.On("any-moment") && g.after != 0 {

@@ -33,8 +33,8 @@ func (s loadState) String() string {
 // lookedUp says whether the load waits for Resolved.
 func (s loadState) lookedUp() bool { return s == loadResolving || s == loadRelocating }
 
-// armed says whether the transport may put bytes into the blocks: it was asked to, and
-// nothing has ended that.
+// armed says whether the transport may put bytes into the blocks, since the machine has wanted
+// Expect and has not wanted Revoke yet.
 func (s loadState) armed() bool {
 	return s == loadExpecting || s == loadRequesting || s == loadWaiting
 }
@@ -57,7 +57,7 @@ type load struct {
 	stats   core.TransferStats
 }
 
-// loadTo is one row of the table: the load's next state, and what is to be done.
+// loadTo performs one row of the table: it sets the load's next state, and wants the row's actions.
 func (h *Set) loadTo(ld *load, next loadState, does ...core.Action) {
 	switch loadNone {
 	case next:
@@ -212,7 +212,7 @@ func (h *Set) move(ld *load, until time.Time, gone bool) {
 	h.fence(ld, loadMoving)
 }
 
-// restartLoad takes P's word that it has withdrawn the blocks of the load whose grant has
+// restartLoad handles P's message that P has withdrawn the blocks of the load whose grant has
 // this digest.
 func (h *Set) restartLoad(now time.Time, ld *load, which string) {
 	if (ld.state != loadRequesting && ld.state != loadWaiting) || digest(ld.grant) != which && !fault.On("anew-at-every-word") {
@@ -284,7 +284,7 @@ func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 	}
 }
 
-// EndLoad ends a load, of which P is told, and says whether there was one.
+// EndLoad ends a load and tells P, if there is a load of this id. It says whether there was one.
 func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
 	ld := h.loads.byID[id]
 	switch {

@@ -7,24 +7,24 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// farewell keeps an end of which P must still be told: the engine has cancelled the claim or
-// load while P's agent was being looked up. It is kept until P is found. A new claim or load
-// of the id voids it: P then hears of the id by the new one.
+// farewell keeps an end that P must still be told: the engine has cancelled the claim or
+// load while D was looking P's agent up. It is kept until P is found. A new claim or load
+// of the id voids it, since P then hears of the id by the new one.
 func (h *Set) farewell(a asked, end Ending) {
 	a.end = end
 	h.farewells.put(a.id, &a)
 }
 
-// restPeers forgets all P agents when nothing waits for one. Tick forgets them one by one,
-// but perhaps nobody tells it then.
+// restPeers forgets all P agents if nothing waits for one. Tick forgets them one by one, but
+// a machine that is not busy may get no Tick.
 func (h *Set) restPeers() {
 	if len(h.loads.byID)+len(h.claims.byID)+len(h.farewells.byID) == 0 {
 		clear(h.peers)
 	}
 }
 
-// StepResolvedParts has a half that was looked up go on as several, of these ids, one for each rank that was found. All of them are
-// there before the first goes on: it may learn that its agent is gone, and end the others.
+// StepResolvedParts has a half that was looked up go on as several halves with these ids, one for each rank that was found. All of
+// them are made before the first goes on, since that one may learn that its agent is gone, and then end the others.
 func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
 	if f := h.farewells.byID[ID(r.ID)]; f != nil && f.seq == r.Seq {
 		for i := range r.Found {
@@ -87,7 +87,7 @@ func (h *Set) dropFarewell(f *asked) {
 	h.restPeers()
 }
 
-// found notes the agent that was found, and says why it cannot have the request; "" if it can.
+// found notes the agent that was found for a half. It says why this agent cannot know the request; "" if it can.
 func (h *Set) found(now time.Time, a *asked, e core.Resolved) string {
 	a.peer, a.nameBy = e.Peer, time.Time{}
 	younger := a.since.Before(e.Opened)

@@ -13,8 +13,8 @@ import (
 // awaited is a moment that halves wait for.
 type awaited struct {
 	since   time.Time
-	waits   int      // how often halves that are under way wait for it
-	waiters []waiter // in the order in which they came; some may wait no more
+	waits   int      // how many waits there are for it now; a half may have several
+	waiters []waiter // in the order in which they came; some may not wait any more
 }
 
 type waiter struct {
@@ -77,7 +77,7 @@ func (h *Set) momentFails(now time.Time, at core.Moment, how string) {
 		func(ld *load) { h.endLoad(now, ld, end(ld.id, "decode"), true) })
 }
 
-// awaitedBy takes a moment out, and has each half that waits for it go on.
+// awaitedBy removes a moment, and calls offer or load for each half that waits for it.
 func (h *Set) awaitedBy(now time.Time, at core.Moment, offer func(*Offer), load func(*load)) {
 	w := h.moments[at]
 	if w == nil {
@@ -113,8 +113,9 @@ func (h *Set) loadPassed(now time.Time, ld *load) {
 	h.proceed(now, ld)
 }
 
-// loadPeerGone: the P agent of a load does not answer any more. As with a claim, another agent may take its
-// place if the load awaits its moment and the agent has not answered. absent: nobody listens there.
+// loadPeerGone is called when the P agent of a load does not answer any more. If the load awaits its moment and
+// the agent has not answered it yet, another agent may take the agent's place, as with a claim. absent says that
+// nobody listens as the agent.
 func (h *Set) loadPeerGone(now time.Time, ld *load, heard time.Time, absent bool, reason string) {
 	if ld.state == loadWaiting || ld.keeper != "" || ld.former != "" {
 		h.endLoad(now, ld, Ending{core.PeerLost, reason}, !absent)

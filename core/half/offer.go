@@ -38,17 +38,17 @@ func (s offerState) sending() bool {
 	return s == offerPartial || s == offerFinishing || s == offerSending
 }
 
-// growing says whether blocks may become ready by and by.
+// growing says whether further blocks may become ready.
 func (s offerState) growing() bool {
 	return s == offerPrefill || s == offerAwaiting || s == offerPartial || s == offerFinishing
 }
 
-// ends says whether the half's end is under way.
+// ends says whether the half is ending.
 func (s offerState) ends() bool {
 	return s == offerEnding || s == offerEndingWithdrawn || s == offerRefused
 }
 
-// stopping says whether a Write is under way that was stopped.
+// stopping says whether a Write is under way that the machine has stopped.
 func (s offerState) stopping() bool { return s == offerWithdrawing || s.ends() }
 
 // Offer is P's half of a transfer.
@@ -60,19 +60,19 @@ type Offer struct {
 	ready     []uint32     // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
 	sent      []uint32     // ready as it was when the Write under way was last extended
 	growths   []growth     // what becomes ready with moments that have not passed, in the engine's order
-	prompt    uint64       // fingerprint of the prompt that they are the cache of; 0: not said yet
+	prompt    uint64       // fingerprint of the prompt whose cache the blocks hold; 0: not said yet
 	offered   time.Time    // zero: the engine has not offered all of it
 	sendAt    time.Time    // when the Write began
 	deadline  time.Time    // end of the lease, or of the wait for the engine
-	endBy     time.Time    // whatever D says; zero: the engine has not offered all of it
+	endBy     time.Time    // the half ends then, whatever D says; zero: the engine has not offered all of it
 	peer      core.AgentID // the D agent that claims or loads it
-	place     *earlyPlace  // of a transfer that is early, or was
+	place     *earlyPlace  // if the transfer is early, or was
 	load      *core.LoadMessage
 	landed    bool     // D has all bytes
-	share     bool     // other offers are of the same transfer
-	nacked    bool     // D's transport expects it no more
-	elsewhere int      // writes whose way was not there
-	voided    []string // the latest loads that D was told to make anew, by their grants' digests
+	share     bool     // the transfer has other offers too
+	nacked    bool     // D's transport does not expect the transfer any more
+	elsewhere int      // writes that ended with ErrOtherWay
+	voided    []string // digests of the grants of the latest loads that P has told D to make anew
 	end       Ending   // while it ends
 	endedIn   offerState
 	stats     core.TransferStats
@@ -153,7 +153,7 @@ func (h *Set) Ready(now time.Time, of *Offer, r *core.OfferRequest) {
 	}
 }
 
-// complete goes on with an offer of which all blocks are there.
+// complete goes on with an offer that has all its blocks.
 func (h *Set) complete(now time.Time, of *Offer) {
 	switch {
 	case of.state.stopping():

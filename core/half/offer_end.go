@@ -11,11 +11,11 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// maxElsewhere is how often a transfer goes another way before it fails. D may take the same way again.
+// maxElsewhere is how often P has D load a transfer anew, by another transport or the same one, before the transfer fails.
 const maxElsewhere = 4
 
-// wordWithin is how long P waits for D's word about a transfer that D's transport expects no more. D says it when it
-// revokes the transfer, by another way than the bytes.
+// wordWithin is how long P waits for D's word on a transfer that D's transport does not expect any more. D gives its word when it
+// revokes the transfer, and the word comes by another way than the bytes.
 const wordWithin = time.Second
 
 func (h *Set) StepWritten(now time.Time, e core.Written) {
@@ -103,7 +103,7 @@ func (h *Set) Remember(of *Offer, id ID, end Tombstone) {
 	}
 }
 
-// Report is what the engine is told of an offer that has ended.
+// Report is the report of an offer that has ended.
 func (of *Offer) Report(now time.Time) core.Report {
 	wait := now.Sub(of.offered)
 	switch {

@@ -7,9 +7,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// What a peer says, or the time, may bring thousands of offers to their ends. A step ends Options.Ends of them, or the shares of one
-// transfer more. Then it wants to Yield, and is told Resume, so that its user can let the engine's calls in between. A moment that fails, or
-// does not pass in time, ends all that wait for it in one step: the engine itself has had them wait.
+// A peer's message, or the time, may end thousands of offers. A step ends Options.Ends of them at most, or the shares of one transfer
+// more. Then the machine wants Yield, and the user tells it Resume, so that the engine's calls get in between. If a moment fails, or does
+// not pass in time, one step ends all halves that wait for it, since the engine itself has had them wait.
 
 // enough says whether this step has ended as many offers as it may.
 func (h *Set) enough() bool {
@@ -24,7 +24,7 @@ func (h *Set) yield() {
 	}
 }
 
-// StepResume goes on with what earlier steps have left. To the halves it is what brought that about.
+// StepResume ends the offers that earlier steps have left. In transitions it counts as the event that has ended them.
 func (h *Set) StepResume(now time.Time) {
 	h.yielded = false
 	h.noticePause(now) // before anything counts as late: a process that was stopped may resume before its first tick

@@ -44,7 +44,7 @@ func (h *Set) Grow(now time.Time, of *Offer, r *core.PartialOffer) {
 	}
 }
 
-// CheckPartialOffer refuses a partial offer that does not go on where an offer is; of is nil if there is none.
+// CheckPartialOffer refuses a partial offer that does not continue what the offer has; of is nil if there is no offer.
 func (h *Set) CheckPartialOffer(of *Offer, r *core.PartialOffer) error {
 	groups := len(h.layout.Groups)
 	if err := cmp.Or(h.layout.CheckBlocks(r.Blocks), of.checkPrompt(r.Prompt)); err != nil {

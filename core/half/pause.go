@@ -10,8 +10,8 @@ import (
 // maxGap is the longest time between two ticks that a busy machine explains.
 const maxGap = 10 * core.TickInterval
 
-// noticePause makes up for a time in which this process did not run: it was
-// stopped, or its machine slept. Nobody was silent then, and no lease ran.
+// noticePause makes up for a time in which this process did not run, because it was stopped or its
+// machine slept. This time counts neither as a peer's silence nor as a lease's time.
 func (h *Set) noticePause(now time.Time) {
 	gap := now.Sub(h.awake)
 	h.awake = now

@@ -13,10 +13,10 @@ import (
 // probe is a D agent whose connections broke: P asks whether it lives.
 type probe struct {
 	since  time.Time // when its connections broke, or it was heard of
-	absent int       // ticks, in a row, in which nobody listened as it: answers that say so, and those that pass meanwhile
+	absent int       // ticks in a row in which nobody listened as the agent; ticks that pass before an answer comes count too
 	asking bool
-	gone   bool     // it is, and its offers end
-	rest   []*Offer // when it is gone: those of its offers that are to end. Others are of an agent that has come back
+	gone   bool     // the agent is gone, and its offers end
+	rest   []*Offer // if it is gone: its offers that are still to end; later offers are of an agent that has come back
 }
 
 func (h *Set) StepPeerDown(now time.Time, id core.AgentID) {
@@ -41,8 +41,8 @@ func (h *Set) offersOf(id core.AgentID) (list []*Offer) {
 	return list
 }
 
-// tickProbes asks the D agents again that have not answered. If none ever does, the lease
-// decides.
+// tickProbes asks those D agents again that have not answered. If an agent never answers, the
+// leases of its offers end them.
 func (h *Set) tickProbes(now time.Time) {
 	for _, id := range sortedKeys(h.probes) {
 		switch p := h.probes[id]; {
@@ -67,8 +67,8 @@ func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 	p.asking = false // again with the next tick
 	switch {
 	case e.Absent:
-		// Nobody must have listened for the time in which D's link comes back, with much to spare. It is counted in ticks,
-		// since nobody can connect to a process that does not run. The first was asked between two ticks.
+		// D counts as gone only if nobody has listened for much longer than D's link needs to come back. This time is counted
+		// in ticks, since nobody can connect to a process that does not run. P has asked for the first time between two ticks.
 		within := h.opt.PeerTimeout / 3
 		if e.Away || fault.On("gone-late") {
 			within = h.patience()
@@ -94,7 +94,7 @@ func (h *Set) endGone(now time.Time) {
 		}
 		for ; len(p.rest) > 0; p.rest = p.rest[1:] {
 			of := p.rest[0]
-			if h.offers[of.id] != of || of.peer != id { // it has ended meanwhile, or waits for another agent
+			if h.offers[of.id] != of || of.peer != id { // the offer has ended meanwhile, or waits for another agent
 				continue
 			}
 			if h.enough() {

@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// peer is a P agent that claims and loads wait for. They are renewed together; the
-// answer says that P lives and knows them.
+// peer is a P agent that claims and loads wait for. D renews all of these together. The
+// answer says that P lives, and which of them it knows.
 type peer struct {
 	heard  time.Time // last sign of life
 	next   time.Time // next renewal of all
@@ -23,8 +23,8 @@ func (h *Set) renewInterval() time.Duration {
 	return min(h.opt.PeerTimeout, h.opt.Lease) / 3
 }
 
-// patience is the silence after which a peer counts as gone, so that its loads
-// are reported within PeerTimeout: two ticks less.
+// patience is the silence after which a peer counts as gone: two ticks less than PeerTimeout, so that
+// its loads are reported within PeerTimeout.
 func (h *Set) patience() time.Duration {
 	return fault.Pick("gone-unnoticed", h.opt.PeerTimeout-2*core.TickInterval, 1000*h.opt.PeerTimeout)
 }
@@ -35,8 +35,8 @@ func (h *Set) watch(now time.Time, id core.AgentID) {
 	}
 }
 
-// kept says whether D renews the load as a claim: P has not been asked for it, or is to be asked anew, and
-// this agent's driver or engine may take its time before.
+// kept says whether D renews the load like a claim. In these states D has not asked P for the load yet, or must
+// ask anew, and this agent's driver or engine may take long before that.
 func (s loadState) kept() bool {
 	return s == loadAwaiting || s == loadExpecting || s == loadRestarting
 }
@@ -47,10 +47,9 @@ func (s loadState) renewed() bool {
 		s == loadRestarting && !fault.On("restarting-not-renewed")
 }
 
-// renewals lists what is to be renewed at each P agent. Where a renewal is due, these are
-// all waiting loads, all claims that P knows, and, as claims, the loads that this agent's own memory
-// keeps from being asked for. Claims that P has not heard of go at
-// once. used are the agents that are still needed.
+// renewals lists what to renew at each P agent. If a renewal is due at an agent, D renews all waiting loads,
+// all claims that P knows, and, like claims, the loads that this agent's own memory still holds up. Claims
+// that P has not heard of go at once, even if no renewal is due. used are the agents that D still needs.
 func (h *Set) renewals(now time.Time) (list map[core.AgentID]*core.SendRenew, used map[core.AgentID]bool) {
 	list, used = make(map[core.AgentID]*core.SendRenew, len(h.peers)), make(map[core.AgentID]bool, len(h.peers))
 	at := func(id core.AgentID) *core.SendRenew {
@@ -162,8 +161,8 @@ func (h *Set) StepRenewReplied(now time.Time, r core.RenewReplied) {
 	}
 }
 
-// peerGone ends what waits for a P agent. absent says that nobody listens there. Else the
-// agent may live, and is told when it listens again.
+// peerGone ends the claims and loads that wait for a P agent. absent says that nobody listens as the
+// agent. If absent is false, the agent may live, so D tells it of the ends.
 func (h *Set) peerGone(now time.Time, id core.AgentID, absent bool, cause string) {
 	defer h.Because("PeerGone")()
 	heard := h.peers[id].heard

@@ -13,16 +13,17 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// ID names a half, on the wire and in the transports. Who stands above gives it. A half passes it on and cannot take it apart:
-// whether it is that of a part, and of which transfer, this package does not know. It is no name of the engine's, which Above.Name gives.
+// ID names a half, on the wire and in the transports. Above gives it. A half passes it on and cannot take it apart: this package
+// does not know whether the id is that of a part, nor of which transfer. The engine knows the transfer by the name that Above.Name gives.
 type ID core.TransferID
 
-// Above is who stands above the halves. It alone knows what the engine has named, and which halves are the parts of one transfer.
+// Above stands above the halves. It alone knows what the engine has named, and which halves are the parts of one transfer.
 type Above interface {
-	// Meet hears of a half that a peer names and that is not there, or may be one of several: it makes the halves of the transfer's
-	// parts, if there are. The code is the answer to the peer.
+	// Meet is called when a peer names a half that is not there, or that may be one of several. It makes the halves of the
+	// transfer's parts, if the transfer has parts. The code is the answer to the peer.
 	Meet(now time.Time, who Party, id ID) (core.Code, string)
-	// Divided has a half, as its report says, go on as halves of these ids. It has ended, and they have not begun.
+	// Divided has a half go on as the halves of these ids. Its report says how far it had come. The half has ended, and the new
+	// ones have not begun.
 	Divided(now time.Time, whole core.Report, ids []core.TransferID, found []core.FoundPart)
 
 	Name(id ID) core.TransferID     // of the transfer, as the engine knows it
@@ -30,7 +31,7 @@ type Above interface {
 	Demanded(id ID) bool            // P's engine waits for the transfer's loads
 	Loaded(id ID)                   // an offer has its load now
 
-	// How a half has ended, or, unless it is over, that its end has begun. Above may end other halves then.
+	// These three tell how a half has ended or, if over is false, that its end has begun. Above may then end other halves.
 	ClaimEnded(r core.Report, over bool)
 	LoadEnded(now time.Time, r core.Report, over bool)
 	OfferEnded(now time.Time, of *Offer)
@@ -92,7 +93,7 @@ func (h *Set) Begin(e core.Event) {
 	}
 }
 
-// End ends a step: its actions, the answer first, which may be nil.
+// End ends a step and returns its actions. If answer is not nil, it is the first of them.
 func (h *Set) End(answer core.Action) []core.Action {
 	if answer != nil {
 		h.actions = slices.Insert(h.actions, 0, answer)
@@ -103,7 +104,7 @@ func (h *Set) End(answer core.Action) []core.Action {
 	return actions
 }
 
-// halves are all halves of D's of one kind, by their ids; those with a rank of an engine count apart.
+// halves are all halves of one kind that D has, by their ids. Those that are with one rank of an engine are counted apart.
 type halves[T interface{ withRank() bool }] struct {
 	byID  map[ID]T
 	ranks int
@@ -125,7 +126,7 @@ func (h *halves[T]) drop(id ID) {
 	delete(h.byID, id)
 }
 
-// whole is how many of them are with a whole engine.
+// whole is how many of the halves are with a whole engine.
 func (h *halves[T]) whole() int { return len(h.byID) - h.ranks }
 
 // Len is how many halves there are, and what P must still hear of others.
@@ -133,7 +134,7 @@ func (h *Set) Len() int {
 	return len(h.claims.byID) + len(h.loads.byID) + len(h.farewells.byID) + len(h.offers)
 }
 
-// Decodes says whether there is such a half of D's, or an end of one of which P must still hear.
+// Decodes says whether D has a claim or a load of this id, or a farewell: an end that P must still hear of.
 func (h *Set) Decodes(id ID) (claim, load, farewell bool) {
 	return h.claims.byID[id] != nil, h.loads.byID[id] != nil, h.farewells.byID[id] != nil
 }
@@ -144,10 +145,10 @@ func (h *Set) Offer(id ID) *Offer { return h.offers[id] }
 // WholeClaims is how many claims are with a whole engine.
 func (h *Set) WholeClaims() int { return h.claims.whole() }
 
-// WholeLoads is how many loads are with a whole engine, and how many cancelled ones of which P must still hear.
+// WholeLoads is the number of loads that are with a whole engine, those included that were cancelled and that P must still hear of.
 func (h *Set) WholeLoads() int { return h.loads.whole() + h.farewells.whole() }
 
-// Backed is how many offers a call of the engine backs.
+// Backed is how many offers P's engine has announced or offered.
 func (h *Set) Backed() int { return len(h.offers) - h.early }
 
 // Offers is how many offers there are.
@@ -164,10 +165,10 @@ func (h *Set) IDs(of core.Side) iter.Seq[ID] {
 	return maps.Keys(h.offers)
 }
 
-// name is what a text calls a half's transfer: as the engine does.
+// name is the name of a half's transfer in texts: the one that the engine uses.
 func (h *Set) name(id ID) string { return string(h.above.Name(id)) }
 
-// begin is called before a half is added: while there is none, perhaps nobody ticks.
+// begin is called before a half is added. If there is none yet, the machine may have got no Tick for long, so its time begins now.
 func (h *Set) begin(now time.Time) {
 	if h.Len() == 0 {
 		h.awake = now
@@ -214,7 +215,8 @@ func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer 
 	}
 }
 
-// turns are what is due, each settled after its turn. One's turn may end another, or have it due no more. nil: all are due.
+// turns yields, one after the other, those of all for which due is true, and settles the outcomes after each. If the turn of one
+// ends another one, or makes due false for it, that one gets no turn. If due is nil, all get a turn.
 func turns[K cmp.Ordered, T any](h *Set, now time.Time, all map[K]T, due func(T) bool) iter.Seq[T] {
 	return func(yield func(T) bool) {
 		var ids []K
@@ -235,7 +237,7 @@ func turns[K cmp.Ordered, T any](h *Set, now time.Time, all map[K]T, due func(T)
 	}
 }
 
-// Remembered are values of the newest transfers, as many as limit.
+// Remembered keeps a value for each of the newest transfers, for at most limit of them.
 type Remembered[K comparable, T any] struct {
 	limit int
 	byID  map[K]T
@@ -250,10 +252,10 @@ func Remember[K comparable, T any](limit int) Remembered[K, T] {
 // Get is a transfer's value.
 func (r *Remembered[K, T]) Get(id K) T { return r.byID[id] }
 
-// Len is how many are remembered.
+// Len is the number of transfers that have a value.
 func (r *Remembered[K, T]) Len() int { return len(r.byID) }
 
-// Put gives a transfer a value.
+// Put gives a transfer a value. If limit is reached, the oldest transfer's value goes.
 func (r *Remembered[K, T]) Put(id K, v T) {
 	if _, known := r.byID[id]; !known {
 		for len(r.order) >= r.limit {

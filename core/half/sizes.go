@@ -25,7 +25,7 @@ func (h *Set) Sizes() core.Sizes {
 	return s
 }
 
-// OldestWait is how long the oldest half has waited of those whose report is owed to the engine.
+// OldestWait is how long the engine has waited for the report that it has waited for longest.
 func (h *Set) OldestWait(now time.Time) time.Duration {
 	oldest := now
 	for _, ld := range h.loads.byID {
@@ -58,7 +58,7 @@ func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
 	return "", "-"
 }
 
-// Given are the transfers of the halves whose blocks may be read or written, or will be.
+// Given returns the transfers whose blocks may be read or written, now or later.
 func (h *Set) Given() (names []core.TransferID) {
 	for id, ld := range h.loads.byID {
 		if ld.Count() > 0 {
@@ -73,12 +73,12 @@ func (h *Set) Given() (names []core.TransferID) {
 	return names
 }
 
-// Given says whether blocks of an offer may be read, or will be.
+// Given says whether blocks of an offer may be read, now or later.
 func (of *Offer) Given() bool {
 	return of.held.Count() > 0 || of.state.sending() || of.state.stopping()
 }
 
-// GivenLoad says whether there is a load whose blocks may be written, or will be.
+// GivenLoad says whether there is a load of that id whose blocks may be written, now or later.
 func (h *Set) GivenLoad(id ID) bool {
 	ld := h.loads.byID[id]
 	return ld != nil && ld.Count() > 0

@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// tickLoads ends loads that have kept the engine's blocks for too long. A P that lives, says
-// that it works, and sends a byte now and then must not keep them for ever. Nor may a driver of D's that does not answer keep P's:
-// P hears of the end at once. D's engine gets its blocks when the fence has returned.
+// tickLoads ends loads that have kept the engine's blocks for too long. A P that lives, says that it works, and sends a byte now
+// and then must not keep D's blocks for ever. And a driver of D's that does not answer must not keep P's blocks for ever: P hears of
+// the end at once. D's engine gets its blocks when the fence has returned.
 func (h *Set) tickLoads(now time.Time) {
 	for ld := range turns(h, now, h.loads.byID, func(ld *load) bool { return h.slow(now, ld) || h.stuck(now, ld) }) {
 		reason := fmt.Sprintf("prefill agent %s has not sent it within %v (load_timeout_s); the load is %s", ld.peer, h.opt.Load, ld.state)

@@ -7,12 +7,12 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Tombstones remember, within a bound, how transfers ended. So a late or doubled message
-// is answered by the truth and not by a new wait. What only peers have named is remembered
-// apart, so that no peer can have this agent forget what its engine knows.
+// Tombstones remember, within a bound, how transfers ended. So the answer to a late or doubled
+// message is how the transfer ended, and nobody waits anew. Transfers that only peers have named
+// are remembered apart, so that no peer can have this agent forget what its engine knows.
 type Tombstones struct {
 	own   Remembered[ID, Tombstone]
-	words map[ID]word // of the newest such transfers, as many as own has; the account that has named the most gives way
+	words map[ID]word // the newest transfers that only peers have named, as many as own has; the account that has named the most gives way
 	of    greedy
 }
 
@@ -26,15 +26,15 @@ type Tombstone struct {
 	Code    core.Code
 	Reason  string
 	Offered bool               // the engine has had its report
-	nacked  core.AgentID       // the D whose transport did not expect it any more
-	Stats   core.TransferStats // of the write that had ended before the engine offered
+	nacked  core.AgentID       // the D whose transport did not expect the transfer any more
+	Stats   core.TransferStats // of a write that ended before the engine had offered the transfer
 }
 
 func newTombstones(limit int) Tombstones {
 	return Tombstones{own: Remember[ID, Tombstone](limit), words: map[ID]word{}, of: newGreedy()}
 }
 
-// Get says how a transfer has ended, or a part of one, if that is remembered.
+// Get says how a transfer, or a part of one, has ended, if that is remembered.
 func (t *Tombstones) Get(id ID) (end Tombstone, gone bool) {
 	if end, gone = t.own.byID[id]; !gone {
 		w, known := t.words[id]
@@ -54,7 +54,7 @@ func (t *Tombstones) Add(id ID, end Tombstone) {
 	t.own.Put(id, end)
 }
 
-// addWord remembers how a transfer has ended that only peers have named, from first.
+// addWord remembers how a transfer has ended that only peers have named; from was the first to name it.
 func (t *Tombstones) addWord(from Party, id ID, end Tombstone) {
 	switch {
 	case fault.On("no-tombstones"):

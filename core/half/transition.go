@@ -61,7 +61,7 @@ func (h *Set) Act(list ...core.Action) {
 	}
 }
 
-// actors are the halves that have the actions of a transfer done, by the actions' types; "": any half. A Report says whose it is.
+// actors says, by an action's type, which half wants the action; "": any half may. A Report itself says which half it is of.
 var actors = map[string]string{"Resolve": "", "Expect": "load", "SendLoad": "load", "Revoke": "load",
 	"Write": "offer", "StopWrite": "offer", "SendRestart": "offer", "SendFinish": "", "Report": ""}
 

@@ -38,10 +38,10 @@ func (of *Offer) Reading() bool {
 		(of.state == offerWithdrawing || of.state == offerEndingWithdrawn) && !fault.On("not-read")
 }
 
-// maxVoided is more loads than D may repeat in the time that it insists.
+// maxVoided bounds the voided loads that an offer remembers: D repeats fewer in the time in which it tries.
 const maxVoided = 64
 
-// startOver has D load anew: nobody reads the blocks for the write any more.
+// startOver has D load the transfer anew. Nobody reads the blocks for the old write any more.
 func (h *Set) startOver(now time.Time, of *Offer) {
 	void := digest(of.load.Grant)
 	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)
@@ -61,7 +61,7 @@ func (h *Set) startOver(now time.Time, of *Offer) {
 	h.offerTo(of, next)
 }
 
-// digest names a grant: a restart is of one load, and void for a later one.
+// digest names a grant. A restart names the load's grant by it, so that the restart is void for a later load.
 func digest(grant []byte) string {
 	sum := sha256.Sum256(grant)
 	return fmt.Sprintf("%x", sum[:8])

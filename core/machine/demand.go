@@ -11,12 +11,12 @@ import (
 )
 
 // With Options.ReportDemands each announced transfer gets a Report of SideDemand before
-// its offer. It says that D's load is here, so that D has room for the transfer, or that
-// the transfer has ended, so that the engine can spare the work. An engine that begins on
-// D's demand never fills its memory with caches that no D can take yet.
+// its offer. The Report says that D's load is here, and so that D has room for the transfer, or
+// that the transfer has ended, so that the engine can spare the work. If an engine begins only on
+// D's demand, it does not fill its memory with caches that no D can take yet.
 
-// demanded reports an announced transfer when all the loads that it waits for are here. While the engine's cancel or Close ends
-// the shares of one, the last of them reports it.
+// demanded reports an announced transfer when all the loads that it waits for are here. If the engine's cancel or Close ends a
+// transfer's shares, the end of the last share reports it.
 func (m *Machine) demanded(id core.TransferID) {
 	if !m.demands[id] || m.closed {
 		return

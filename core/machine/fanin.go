@@ -10,15 +10,15 @@ import (
 )
 
 // D's fan-in: a claim or load of a transfer that several P ranks have. Each part is a
-// claim or load of its own, of one peer. The engine knows only the transfer.
+// claim or load of its own, with one peer. The engine knows only the transfer.
 
-// parts are what the fan-ins of claims and of loads have in common.
+// parts has what the fan-ins of claims and of loads have in common.
 type parts struct {
 	id    core.TransferID
-	from  core.Target      // the engine that they were found to be ranks of
-	found []core.FoundPart // the ranks
+	from  core.Target      // the engine whose ranks the parts are with
+	found []core.FoundPart // these ranks
 	ids   []core.TransferID
-	left  int // parts that have not ended
+	left  int // how many parts have not ended
 }
 
 type loadFanIn struct {
@@ -27,10 +27,10 @@ type loadFanIn struct {
 	sum     sum
 }
 
-// sum is the report of all parts of one half, of what they have come to so far.
+// sum is the report of one half, made of the reports of those of its parts that have ended so far.
 type sum struct{ core.Report }
 
-// decide takes how a part ends; the first part that failed decides.
+// decide notes how a part has ended. The first part that fails decides how the half ends.
 func (s *sum) decide(r *core.Report) {
 	if s.Code == core.OK {
 		s.Code, s.Reason, s.State, s.Peer, s.From = r.Code, r.Reason, r.State, r.Peer, r.From

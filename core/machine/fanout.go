@@ -11,19 +11,19 @@ import (
 )
 
 // P's fan-out: several D agents have shares of one offer, or one D has a share of it beside
-// shares of other P agents' offers. Each part is an offer of its own, of one peer. The
-// engine knows only the transfer, and its blocks are free when all parts have ended.
+// shares of other P agents' offers. Each part is an offer of its own, with one peer. The
+// engine knows only the transfer, and the transfer's blocks are free when all parts have ended.
 type fanOut struct {
 	sum
-	of      int // shares
+	of      int // how many shares the offer has
 	source  int
-	left    int       // parts that have not ended
+	left    int       // how many parts have not ended
 	offered time.Time // zero: the engine has not offered
 }
 
-// Meet makes sure that a part that a peer names is one of this transfer's. The first
-// part to come says how many there are. The code is the answer to the peer. If the id is
-// no part's, there is nothing to do.
+// Meet makes sure that a part that a peer names belongs to the transfer as this machine knows it.
+// The first part to come says how many there are. The code is the answer to the peer. If the id
+// is not that of a part, there is nothing to do.
 func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, string) {
 	if m.closed {
 		return core.Closed, "the prefill agent is closing"

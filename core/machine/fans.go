@@ -6,8 +6,8 @@ import (
 	"github.com/kvconn/kvconn/internal/invariants"
 )
 
-// fans are the transfers that go in parts. Only this package knows that an engine has several ranks: fans.go, fanin.go, fanout.go
-// and share.go. Each half knows one peer. The calls of the engine reach the parts of a transfer by halfOf, dropClaim and
+// fans are the transfers that go in parts. Only fans.go, fanin.go, fanout.go and share.go of this package know that an engine
+// may have several ranks. Each half knows one peer. The engine's calls reach the parts of a transfer by halfOf, dropClaim and
 // endLoad.
 type fans struct {
 	claims map[core.TransferID]*parts
@@ -32,8 +32,8 @@ func (m *Machine) underWay(id core.TransferID) (claimed, loading bool) {
 
 func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans.claims) }
 
-// namedLoads is how many loads the engine has named, besides one of this id. A cancelled
-// load of which P must still hear counts too.
+// namedLoads is how many loads the engine has named, besides one of this id. Cancelled
+// loads that P must still hear of count too.
 func (m *Machine) namedLoads(id core.TransferID) int {
 	n := m.halves.WholeLoads() + len(m.fans.loads)
 	if _, _, farewell := m.halves.Decodes(half.ID(id)); farewell {

@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// Given are the transfers for which blocks of the engine may be read or written, or will be: those of loads, and of the offers and
-// partial offers that the engine has not got back. They have no order, and one of several parts may be named for each. It walks over
-// all halves.
+// Given returns the transfers whose blocks may be read or written, now or later: loads, and offers and partial offers whose blocks
+// the engine has not got back. The list has no order, and may name a transfer of several parts several times. Given walks over all
+// halves.
 func (m *Machine) Given() []core.TransferID { return m.halves.Given() }
 
 func (m *Machine) stepRemapped(now time.Time, r core.Remapped) {

@@ -6,16 +6,16 @@ import (
 	"github.com/kvconn/kvconn/internal/invariants"
 )
 
-// With Options.ReportClaims the engine gets a Report of SideClaim, one for all parts, of a
-// claim whose load could only fail. The claim is then forgotten. So an engine that queues
-// a request until it has blocks hears before that its P is gone. If a LoadRequest follows all the
-// same, it ends as the claim did.
+// With Options.ReportClaims, if a load of a claim could only fail, the engine gets a Report of
+// SideClaim for the claim, one for all parts. Then the machine forgets the claim. So an engine
+// that queues a request until it has blocks hears earlier that its P is gone. If a LoadRequest
+// follows all the same, it ends as the claim did.
 
 // wasLost says whether the newest claim of an id was reported.
 func (m *Machine) wasLost(id core.TransferID) bool { return m.lost.Get(id).Code != core.OK }
 
-// loadOfLost reports a load whose claim was lost, as the claim ended, and says whether it
-// did. A load that only lets go never fails.
+// loadOfLost reports a load whose claim was lost, with the end of the claim, and says whether it has
+// reported one. A load without blocks never fails.
 func (m *Machine) loadOfLost(r *core.LoadRequest) bool {
 	lost := m.lost.Get(r.ID)
 	if lost.Code == core.OK || lost.From != r.From {

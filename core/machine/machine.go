@@ -22,10 +22,10 @@ type Machine struct {
 	opt     core.Options
 	layout  *kv.Layout
 	closed  bool
-	halves  *half.Set                                     // which know one peer each
-	fans    fans                                          // above them
-	lost    half.Remembered[core.TransferID, core.Report] // claims of which the engine was told that they could not succeed any more
-	demands map[core.TransferID]bool                      // announced, and no load is here
+	halves  *half.Set                                     // each half knows one peer
+	fans    fans                                          // transfers of several halves
+	lost    half.Remembered[core.TransferID, core.Report] // claims that were reported since they could not succeed any more
+	demands map[core.TransferID]bool                      // transfers that are announced and have no load here
 	steps   int                                           // for the invariants
 }
 
@@ -113,7 +113,7 @@ func (m *Machine) Step(now time.Time, e core.Event) []core.Action {
 	return actions
 }
 
-// stepRequest takes an event of the engine, or says why not.
+// stepRequest takes an event of the engine. If it refuses the event, the error says why.
 func (m *Machine) stepRequest(now time.Time, e core.Event) error {
 	switch v := e.(type) {
 	case core.Announce:
@@ -134,10 +134,10 @@ func (m *Machine) stepRequest(now time.Time, e core.Event) error {
 	panic("core: an event of no known type")
 }
 
-// Layout is what the machine was made for.
+// Layout is the layout that the machine was made for.
 func (m *Machine) Layout() *kv.Layout { return m.layout }
 
-// Busy says whether anything waits for the time.
+// Busy says whether the machine needs Ticks, since some half may be waiting.
 func (m *Machine) Busy() bool { return m.halves.Len() > 0 }
 
 // Counters count what the machine has done since New.
@@ -151,7 +151,7 @@ func (m *Machine) Sizes() core.Sizes {
 	return s
 }
 
-// OldestWait is how long the oldest half has waited of those whose report is owed to the engine.
+// OldestWait is how long the engine has waited for the report that it has waited for longest.
 func (m *Machine) OldestWait(now time.Time) time.Duration { return m.halves.OldestWait(now) }
 
 // PeerOf is the agent at the other end of a half, or of a part of one; "" if there is no such

@@ -11,7 +11,7 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// What P's engine says of a transfer reaches the offer of it, or its shares, all of them.
+// What P's engine says of a transfer reaches the transfer's offer or, if it has shares, all of them.
 
 func (m *Machine) stepAnnounce(now time.Time, id core.TransferID) error {
 	if err := m.check(id); err != nil {
@@ -42,12 +42,12 @@ func (m *Machine) stepAnnounce(now time.Time, id core.TransferID) error {
 	return nil
 }
 
-// ended is why a transfer that was offered is not taken anew.
+// ended says why a transfer that has ended cannot be offered again.
 func ended(id core.TransferID, t half.Tombstone) string {
 	return fmt.Sprintf("transfer %q was offered before and has ended (%s); give each request a transfer_id of its own", string(id), t.Code)
 }
 
-// announce backs a half with the engine's word. D may have begun the half.
+// announce notes that the engine has announced a transfer. D may have begun the half before.
 func (m *Machine) announce(now time.Time, id core.TransferID) error {
 	early, err := m.backEarly(id)
 	if err != nil {
@@ -130,7 +130,7 @@ func (m *Machine) stepPartialOffer(now time.Time, r core.PartialOffer) error {
 	if _, gone := m.halves.Ended.Get(half.ID(r.ID)); gone {
 		return nil
 	}
-	var before *half.Offer // all parts of a transfer are given the same
+	var before *half.Offer // the first part's offer: all parts of a transfer get the same blocks
 	for _, of := range m.halfOf(r.ID) {
 		if err := of.MayGrow(half.ID(r.ID)); err != nil {
 			return err

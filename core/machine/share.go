@@ -9,10 +9,10 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// Where several ranks of an engine have a share of a transfer, each part is a transfer of its
-// own below the engine's call: it has an id of its own (PartID), and with it its own claim,
-// lease, grant and fence. Fan-in (D) and fan-out (P) give the engine, which knows one id, one
-// Report for all parts.
+// If several ranks of an engine have a share of a transfer, each part is a transfer of its
+// own below the engine's call: it has an id of its own (PartID), and so its own claim,
+// lease, grant and fence. The engine knows one id only. Fan-in (D) and fan-out (P) give it
+// one Report for all parts.
 
 // partMark stands between a transfer's id and its share: no id holds a NUL.
 const partMark = "\x00"
@@ -26,7 +26,7 @@ func PartID(id core.TransferID, s kv.Share) core.TransferID {
 	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, partMark, s.K, s.Of, s.Source))
 }
 
-// splitPart is the reverse of PartID; ok says that it is one, and well formed.
+// splitPart is the reverse of PartID; ok says that part is a well formed id of a part.
 func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	base, text, found := strings.Cut(string(part), partMark)
 	if !found || len(part) > MaxPartID {

@@ -19,18 +19,18 @@ logger = logging.getLogger("kvconn.weights")
 
 
 class Weights:
-    """What has become of an engine's weights since its start. All calls come from the thread that runs the model."""
+    """Follows what becomes of an engine's weights after its start. All calls come from the thread that runs the model."""
 
     def __init__(self) -> None:
         self.replaced = 0  # replacements that were begun
-        self._sessions: dict[Any, bool] = {}  # models of which parts are replaced one by one, and whether a part has failed
-        self._unsure: set[Any] = set()  # models of which a replacement has begun and has not ended well
+        self._sessions: dict[Any, bool] = {}  # models whose parts are replaced one by one, and whether a part has failed
+        self._unsure: set[Any] = set()  # models whose last replacement has begun and has not ended well
         self._inside = False
 
     def of_prompt(self, prompt: int) -> int:
-        """A prompt's fingerprint, changed by the count of replacements. If there was none, it is the prompt's own.
+        """A prompt's fingerprint, changed by the count of replacements. Before the first replacement it is unchanged.
 
-        Raises TransferError if no other engine can be known to have the same weights.
+        Raises TransferError if nobody can know whether another engine has the same weights.
         """
         if self._unsure:
             raise _refused(
@@ -57,7 +57,7 @@ class Weights:
         )
 
     def lose(self, model: Any) -> None:
-        """The weights are gone until they are replaced."""
+        """Called when the weights are gone, until a replacement brings new ones."""
         self._unsure.add(model)
 
     def end(self, model: Any) -> None:

@@ -142,7 +142,7 @@ func (d *Device) Await(moment uint64) error {
 	return nil
 }
 
-// Piece is a piece of a device's memory as it was once.
+// Piece is a piece of a device's memory: its address, and the ids that it had when it was looked at.
 type Piece struct {
 	Addr, ID, Block uint64
 }

@@ -55,12 +55,12 @@ func (d *Device) OpenFile(fd int, bytes uint64) (Memory, error) {
 	return opened(&c), err
 }
 
-// CloseFile gives it back. Nothing uses it any more.
+// CloseFile gives such memory back. The caller makes sure that no copy uses it any more.
 func (d *Device) CloseFile(base, bytes uint64) error {
 	return failed(C.kvg_file_close(d.c, C.uint64_t(base), C.uint64_t(bytes)), "unmapping another process's %d bytes at %#x of CUDA device %d", bytes, base, d.ordinal)
 }
 
-// Pair is a piece that is copied from one place to another, both of which the device reaches.
+// Pair is a piece to copy from one place to another. The device reaches both places.
 type Pair struct {
 	From, To uintptr
 	Len      uint64

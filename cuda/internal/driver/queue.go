@@ -59,13 +59,13 @@ func (d *Device) OpenQueue(toDevice bool) (*Queue, error) {
 // Stream is its handle, for tests that hold it.
 func (q *Queue) Stream() uintptr { return uintptr(C.kvg_queue_stream(q.c)) }
 
-// Close gives it back. No Copied runs any more.
+// Close gives the queue back. No call of Copied may be under way.
 func (q *Queue) Close() { C.kvg_queue_close(q.c) }
 
 // Copy queues the copies between the runs and the host memory, which has their bytes one after
 // the other, and behind them the event of the batch, a number below MostBatches. If the event is
-// queued, Copied says when all is over that was queued, also after an error. The runs are at
-// most MostRuns; near: they are all in the device's own memory.
+// queued, Copied says when everything that was queued is over, also after an error. There may be at
+// most MostRuns runs. near says that they are all in the device's own memory.
 func (q *Queue) Copy(batch int, host unsafe.Pointer, runs []Run, near bool) (queued bool, err error) {
 	var c C.int
 	s := C.kvg_copy(q.c, C.int(batch), C.uintptr_t(uintptr(host)), (*C.struct_kvg_run)(unsafe.Pointer(&runs[0])), C.int(len(runs)), flag(near), &c)

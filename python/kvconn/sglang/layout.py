@@ -158,12 +158,12 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether each layer of the model has a cache: the pool is of one kind."""
+        """Whether each layer of the model has its cache in the one pool, which then is of one kind."""
         return all(owner.pool is self._pool for owner in self._owners.values())
 
     @property
     def one_part_each(self) -> list[str]:
-        """The types of states of which each tensor parallel rank has a part that cannot be cut: both engines need equal sizes."""
+        """The types of states that both engines need equal tensor parallel sizes for: each rank has a part, which cannot be cut."""
         return [name for name, kind in zip(self.state_types, self._kinds) if kind.sharded]
 
     def blocks(self, pages: Any, states: Sequence[Any] | None, row: int | None) -> list[Any]:

@@ -102,7 +102,7 @@ def for_gpu(extra: Mapping[str, Any], ib_device: str | None, gpu: int) -> dict[s
 
 
 def prefill_api_key(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> str:
-    """The key that the operator has for the prefill servers; empty: none."""
+    """The API key that the operator has given for the prefill servers; empty if he has given none."""
     path = environ.get(KEY_VARIABLE, "").strip()
     if not path:
         return ""

@@ -1,7 +1,7 @@
-"""Requests that are prefilled again under their room: SGLang's decode retracts them, to go on with other weights.
+"""Requests that are prefilled again under the same room. SGLang's decode retracts them, to go on with other weights.
 
-Both sides must use the same transfer for each such turn of the request. SGLang's decode asks prefill for the turn by an
-ordinary request, whose id has the turn's number.
+Each time a request is prefilled is a turn. Both sides must use the same transfer for a turn. SGLang's decode asks prefill
+for a further turn by an ordinary request, whose id has the turn's number.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def prefill(receiver: Any, payload: dict[str, Any], bound_s: float) -> None:
 
 
 class Prefills:
-    """Asks prefill servers by their own API. An answer comes when the request is computed, so these questions have
-    connections of their own."""
+    """Asks prefill servers by their own API. An answer comes only when the server has computed the request, so these calls
+    have connections of their own."""
 
     def __init__(self, access: Any, key: str) -> None:
         """key: the servers' API key; empty: they have none."""

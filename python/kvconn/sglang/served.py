@@ -61,12 +61,12 @@ def common_ground(server_args: Any, pool: Any, draft: Any, extra: Mapping[str, A
 
 
 def vouched(extra: Mapping[str, Any]) -> bool:
-    """Whether the user vouches for what has one name."""
+    """Whether the user vouches that models of one name are equal, by naming the model or its fingerprint."""
     return "model" in extra or "model_fingerprint" in extra
 
 
 def _short(text: str) -> str:
-    """A value that a refusal says in full."""
+    """A value as a refusal names it: in full, or its beginning and its digest if it is long."""
     return text if len(text) <= 80 else f"{text[:60]}… {sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -75,7 +75,7 @@ def _text(value: Any) -> str:
 
 
 def _scales(server_args: Any) -> str:
-    """The factors by which the numbers of a cache of type fp8 are scaled, where a file has them."""
+    """A digest of the factors that scale the numbers of a cache of type fp8, if a file has them; "none" if no file has."""
     said = _file("quantization_param_path", server_args)
     try:
         return _digest(_text(json.loads(said)).encode()) if said else "none"
@@ -84,7 +84,7 @@ def _scales(server_args: Any) -> str:
 
 
 def _file(option: str, server_args: Any) -> bytes:
-    """What the file that an option names says."""
+    """The content of the file that an option names; empty if the option names no file."""
     if not (path := leaf(option, server_args)):
         return b""
     try:

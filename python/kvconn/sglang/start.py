@@ -1,7 +1,7 @@
 """What SGLang's queue knows when it makes the backend's manager: the pools, the model, the other ranks.
 
-SGLang hands its backends addresses and lengths. What those hold, and what the two engines must have in common, follows from
-the queue, which the plugin shows to this module just before (plugin.py).
+SGLang hands its backends only addresses and lengths. The queue tells what lies at these addresses, and what the two engines
+must have in common. The plugin shows the queue to this module just before SGLang makes the manager (plugin.py).
 """
 
 from __future__ import annotations

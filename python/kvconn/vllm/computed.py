@@ -36,14 +36,14 @@ REASONS = {
     PREEMPTED: "vLLM preempted them, and their loads were gone with their blocks",
     SIBLING: "another sample of the same request had the transfer",
 }
-# What is as it should be is counted and not said.
+# Prompts of these reasons are counted, but the log leaves them out: nothing is wrong.
 _SILENT = (SHORT, SIBLING, PREEMPTED)
 # A load leaves the last token to be computed.
 _LEFT = 1
 _EVERY_S = 30.0
-# What is under way to be loaded.
+# The states of requests whose load is still to end.
 _ON_ITS_WAY = (TO_LOAD, CLAIMED, LOADING)
-# An engine of both roles serves prompts of its own too. But if nothing else comes for so long, its pair moves nothing.
+# An engine of both roles serves prompts of its own too. But if only such prompts come for so long, its pair moves nothing.
 _WITHOUT_S = 60.0
 
 
@@ -55,11 +55,12 @@ class Computed:
         self._unsaid: dict[str, list[int]] = {}  # the same, since the last line of the log
         self._loaded = 0  # prompts, since the last line
         self._said = -_EVERY_S
-        # Both roles, since a request last named a transfer: when the first one came that named none; prompts and tokens of these
-        # that are not counted yet.
+        # For an engine of both roles, since a request last named a transfer: when the first request came that named none, and how
+        # many prompts and tokens of such requests are not counted yet.
         self._alone: float | None = None
         self._own = [0, 0]
-        # A load has ended well, or an offer has ended, here: the router names transfers, and whoever names none may mean it.
+        # A load has ended well here, or an offer has ended. So the router names transfers, and a request that names none may be meant
+        # to name none.
         self.moved = False
 
     def named(self) -> None:

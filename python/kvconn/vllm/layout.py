@@ -32,7 +32,7 @@ class Dims:
 
 
 def _dims_from_backend(vllm_config: Any, layer_name: str, spec: Any) -> Dims | None:
-    """From the shape that the layer's attention backend asks for."""
+    """The dimensions by the shape that the layer's attention backend asks for; None if the backend does not tell it."""
     try:
         layer = vllm_config.compilation_config.static_forward_context[layer_name]
         shape = layer.get_attn_backend().get_kv_cache_shape(*_MARKS.values(), spec.head_size)
@@ -90,7 +90,7 @@ def _quantisation(spec: Any) -> str:
 def _other_dtype(vllm_config: Any, spec: Any) -> str:
     """The type of a layer's numbers where it is not that of the engine's caches, as with --kv-cache-dtype-skip-layers.
 
-    Of a quantised cache vLLM names bytes as the type, and the engine's own type says the rest.
+    If a cache is quantised, vLLM says that the type is bytes: then this is empty, and the engine's type says what the bytes are.
     """
     dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
     return dtype if dtype in _PLAIN_TYPES and dtype != cache_dtype(vllm_config) else ""

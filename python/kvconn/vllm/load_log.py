@@ -1,4 +1,4 @@
-"""A line of the log for each load, written beside the engine's step."""
+"""Writes a line to the log for each load, in a thread beside the engine's step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("kvconn.vllm")
 
 
 class LoadLog:
-    """Writes the lines in a thread of its own: in the step, a line would cost more than all the rest."""
+    """Writes the lines in a thread of its own: in the step, a line would cost more than all of the connector's other work."""
 
     _LIMIT = 4096  # lines that may wait; further loads are in the statistics only
     _POLL_S = 0.1  # between two polls of the queue: waking the thread is what costs the step most

@@ -102,7 +102,8 @@ class RefusedWork:
 class CancelWork:
     """The request has ended before its transfer did.
 
-    of_load: its load is under way and need not end. Otherwise the request was announced, and no offer will follow.
+    of_load: the request's load is under way, and need not be finished. Otherwise the request was announced, and no offer will
+    follow.
     """
 
     transfer_id: str

@@ -15,15 +15,15 @@ from typing import Any
 from .._moments import current_stream
 from .step import Step
 
-# How often a step says that layers are written. To say it costs some microseconds, and a sixteenth of a step is as good as a layer.
+# How often a step says that layers are written. Each time costs some microseconds, and a sixteenth of a step is as good as a layer.
 _MOST = 16
 
 
 class HostMoments:
-    """Of caches in host memory."""
+    """The moments of caches in host memory: there is never one to wait for."""
 
     def __init__(self, agent: Any) -> None:
-        self.marks = agent.written  # a byte for each region, by which a layer says that it has written it
+        self.marks = agent.written  # a byte for each region, by which a layer says that it has written the region
         self.refusal = "" if len(self.marks) else "this system refuses membarrier(2)"  # why layers cannot say so
 
     def now(self) -> int:
@@ -31,11 +31,11 @@ class HostMoments:
 
 
 class DeviceMoments:
-    """Of caches on one GPU, whose work vLLM queues on the stream that is current where it calls the connector.
+    """The moments of caches on one GPU. vLLM queues the GPU's work on the stream that is current when it calls the connector.
 
-    If a layer has work on another stream, this stream waits for it before the layer's attention. If a step has such work,
-    this stream waits for it before the step ends. A model may run two layers beside each other: then each is called with a
-    stream of its own.
+    If a layer has work on another stream, the current stream waits for that work before the layer's attention. If a step has
+    such work, the current stream waits for it before the step ends. A model may run two layers beside each other: then vLLM
+    calls the connector for each of them with another current stream.
     """
 
     marks = None
@@ -44,10 +44,10 @@ class DeviceMoments:
     def __init__(self, agent: Any, device: Any, layers: int) -> None:
         self._agent, self._stream = agent, current_stream(device.index)
         self._every = -(-layers // _MOST)
-        self._queued_on = 0  # the stream of the layers of which the agent is to be told with the next ones
+        self._queued_on = 0  # the stream of the layers that the agent has not been told of yet
 
     def now(self) -> int:
-        """Passes when the GPU has done all that vLLM has queued up to now."""
+        """A moment that passes when the GPU has done all that vLLM has queued up to now."""
         return self._moment(self._stream())
 
     def _moment(self, stream: int) -> int:

@@ -312,7 +312,8 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str =
 
 
 def open_agent(config: Mapping[str, Any]) -> Any:
-    """The agent. It refuses a key that nobody knows, and tells which of its own keys is like it; here the others are looked at."""
+    """Opens the agent. The agent refuses a key that it does not know, and names one of its own keys that is like it. If none
+    is, this function names one of the connector's keys that is like it."""
     from .. import Agent
 
     try:

@@ -1,8 +1,8 @@
 """Prefill: partial offers, which send the computed part of a prompt while the rest is being computed.
 
-Before each step the scheduler knows which blocks of a request hold computed tokens, and which will when the step is done.
-The worker tells the agent, for each layer as it is written. A request that is preempted or given up loses its blocks at
-once, so its partial offers are withdrawn before the next step can overwrite the blocks.
+Before each step the scheduler knows which blocks of a request hold computed tokens, and which blocks will hold some when the
+step is done. The worker tells the agent so, for each layer when the layer is written. A request that is preempted or given up
+loses its blocks at once, so its partial offers are withdrawn before the next step can overwrite the blocks.
 
 While vLLM computes a prompt it gives back a window's blocks, except those that the prompt's last token attends to. A
 decode engine can use only these. Their first position is known before the prompt is begun: the partial offers of such a
@@ -52,14 +52,14 @@ class PartialOffers:
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups
         self.count = 0  # requests that have a Partial
-        self.given = 0  # of them, those of which the worker knows blocks
+        self.given = 0  # how many of these have blocks that the worker knows
 
     def begin(self, transfer_id: str, prompt: int, fingerprint: int, loaded: int, ends_there: bool) -> Partial | None:
-        """For a prompt of which a decode engine loads so many tokens; None if every group has to come with the offer.
+        """The Partial of a prompt; None if every group has to come with the offer. loaded: the tokens that decode loads.
 
-        ends_there: the request ends with the prompt's last token. A request that goes on gives back blocks of a window while
-        they are still being sent, and so does a last token that costs a block. Such groups come with the offer, which says
-        what is wrong if one of the blocks is gone.
+        ends_there: the request ends with the prompt's last token. If a request goes on, or if its last token costs a block,
+        vLLM gives back blocks of a window while they are still being sent. Groups with such a window come with the offer. If
+        one of their blocks is gone by then, the offer says so.
         """
         first = [group.gone(loaded) for group in self._groups]
         ends = [

@@ -1,7 +1,7 @@
 """The scheduler side: which requests take part in a transfer, and with which blocks.
 
-It holds no connection and no memory. It keeps one record per request (records.py), and what the workers are to be told with
-the next step (KVConnMetadata).
+The scheduler side has no connection and no cache memory. It keeps one record per request (records.py), and collects what to
+tell the workers with the next step (KVConnMetadata).
 """
 
 from __future__ import annotations

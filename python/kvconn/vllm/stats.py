@@ -1,4 +1,4 @@
-"""The connector's statistics. vLLM takes them with each step to the front end, which puts them into its log and
+"""The connector's statistics. With each step vLLM sends them to its front end, which puts them into its log and
 /metrics.
 
 Statistics travel as plain lists and numbers, since vLLM sends them to another process. Each worker counts its part of the
@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as _metrics
 from ..errors import Status
 from .computed import REASONS
 
-# The times of steps are told with other news, or once a second: to tell each one would cost more than the step.
+# A worker tells the times of its steps with other news, or once a second: to tell each time at once would cost more than the step.
 _EVERY_S = 1.0
-# Of the steps since the last news, so many are told: the first ones.
+# It tells the times of so many steps at most: of the first ones since the last news.
 _STEPS = 512
 
 _SIDES = ("load", "offer")

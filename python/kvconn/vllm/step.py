@@ -51,11 +51,11 @@ class Step:
         self.computing: list[PartialWork] = []  # the partial offers that the agent has accepted
         # The agent follows what the last call of offer_partial has named, until a cancel ends that.
         self.partial_calls = 0
-        self.unwritten: dict[str, array[int]] = {}  # layers that are still to tell, with their regions
-        self.queued = array("I")  # regions that a GPU will write, of which the agent is told with the next ones
+        self.unwritten: dict[str, array[int]] = {}  # layers that have not told yet that they are written, with their regions
+        self.queued = array("I")  # regions that a GPU will write and that the agent has not been told of yet
 
     def enter(self, phase: Phase) -> bool:
-        """Whether the step comes to this phase now; False if it has been there."""
+        """Goes on to a phase. False if the step has come to this phase before."""
         if self.phase >= phase:
             return False
         self.phase = phase

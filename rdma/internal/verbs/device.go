@@ -205,7 +205,7 @@ func pollable(fd C.int, name string) (*os.File, error) {
 // Info is what the list said of the device.
 func (d *Device) Info() DeviceInfo { return d.info }
 
-// Attr is what the device can do, as of its opening.
+// Attr says what the device could do when it was opened.
 func (d *Device) Attr() Attr { return d.attr }
 
 // Counts says what is open; all must be 0 before Close.

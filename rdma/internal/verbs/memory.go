@@ -151,9 +151,9 @@ func (p *PD) Register(addr uintptr, length uint64, access Access) (*MR, error) {
 	})
 }
 
-// RegisterDMABuf registers length bytes of a dma-buf from offset on. Requests name them by
-// iova, which must lie as offset does within a page. The file may be closed afterwards. Writes
-// are ordered strictly. The error is a *RegisterError.
+// RegisterDMABuf registers length bytes of a dma-buf from offset on. Requests name these bytes by
+// iova, which must have the same offset within a page as offset. The file may be closed afterwards.
+// Writes are ordered strictly. The error is a *RegisterError.
 func (p *PD) RegisterDMABuf(fd int, offset, length, iova uint64, access Access) (*MR, error) {
 	return p.register(iova, length, true, func() (*C.struct_kv_ibv_mr, error) {
 		mr, err := C.vb_register_dmabuf(p.c, C.int(fd), C.uint64_t(offset), C.uint64_t(length), C.uint64_t(iova), C.uint32_t(access))
@@ -161,13 +161,13 @@ func (p *PD) RegisterDMABuf(fd int, offset, length, iova uint64, access Access) 
 	})
 }
 
-// NoDMABuf says whether an error of RegisterDMABuf is about any dma-buf, not about this one.
+// NoDMABuf says whether an error of RegisterDMABuf would come for any dma-buf, and not for this one only.
 func NoDMABuf(err error) bool {
 	return errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.EPROTONOSUPPORT) || errors.Is(err, syscall.ENOSYS)
 }
 
-// TakesDMABufs says why the device registers no dma-buf; nil: it does. It tries one that there is
-// not, since the kernel looks for the driver's function first.
+// TakesDMABufs says why the device cannot register dma-bufs; nil: it can. It tries a dma-buf that does
+// not exist, since the kernel first looks whether the driver has the function.
 func (p *PD) TakesDMABufs() error {
 	mr, err := p.RegisterDMABuf(-1, 0, 4096, 0, LocalWrite|RemoteWrite)
 	if err == nil {
