@@ -34,8 +34,8 @@ func Split(actions []Action) (answer Action, rest []Action) {
 	return nil, actions
 }
 
-// OfMemory says whether an action begins or ends the use of an engine's blocks by a transport. The user performs these actions
-// one after the other, in the order of their steps. Beside them it performs the other actions in the same way.
+// OfMemory says whether an action begins or ends the use of an engine's blocks by a transport. The user begins these actions
+// in their order, and beside them the others in theirs.
 func OfMemory(act Action) bool {
 	switch act.(type) {
 	case Expect, Revoke, Write, StopWrite:

@@ -67,8 +67,8 @@ type LoadRequest struct {
 type Announce struct{ ID TransferID }
 
 // Cancel ends this agent's half or halves of a transfer; each half still gets its Report. If
-// the id is not known here yet, the machine remembers the cancel, and refuses a peer's load that
-// comes later at once.
+// the id is not known here yet, the machine remembers the cancel: it refuses
+// a peer's load that comes later at once.
 type Cancel struct {
 	ID     TransferID
 	Reason string

@@ -63,7 +63,7 @@ const MaxTransferID = 128
 
 // Bounds that the bus and all transports have in common, unless they are configured.
 const (
-	DefaultConnectTimeout = 3 * time.Second  // to find a peer and say hello to it
+	DefaultConnectTimeout = 3 * time.Second  // to find a peer, say hello to it and connect
 	DefaultStallTimeout   = 10 * time.Second // of a stream without progress
 )
 
@@ -109,7 +109,7 @@ type Transport interface {
 	// is stopped in the middle of a write. An unknown id is no error. Revoke waits for a copy
 	// that is under way, and for a call of Sink.Received that has begun. A Signaller also waits
 	// for the peer's word, two seconds at most, and cuts the peer off if none comes. So the caller
-	// holds no lock that the Sink takes, and calls Revoke where nobody waits behind the call.
+	// must hold no lock that the Sink takes, and must call Revoke where nobody waits behind the call.
 	// If a device or the kernel does not end a copy, Revoke waits until Close gives the copy up.
 	// Then the error wraps ErrMayLand, and nobody may report an end of the transfer: the engine
 	// would use its blocks again.

@@ -25,7 +25,7 @@
 // Register keeps the allocations under a region with their buffer ids, which CUDA never gives
 // twice. Memory that was freed, or mapped anew (an engine that slept), has another id: Check
 // names the region. A device copies from and to registered memory only. If other memory lies at a copy's
-// addresses than was registered, the copy ends with a ChangedError. The package compares the memory before the
+// addresses than when it was begun, the copy ends with a ChangedError. The package compares the memory before the
 // device gets the copy, and again when the copy has ended, since the engine may free the memory meanwhile.
 //
 // # Moments
@@ -68,7 +68,7 @@
 // passed. For ToDevice the bytes are then in the device's memory, and every kernel that is
 // launched from now on sees them; for FromDevice they are in the slot. Done is called with
 // no lock held and must return soon; it may call everything of this package. If a copy has to come after
-// a moment, as one of its blocks, the caller calls Start when the moment has passed. Runs must stay as they
+// a moment, such as that of its blocks, the caller calls Start when the moment has passed. Runs must stay as they
 // are until Done. Runs that lie outside of registered regions are an error.
 //
 // SlotBytes is the size of every slot. Prepare pins the ring; a transport calls it when regions are

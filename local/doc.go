@@ -1,6 +1,6 @@
 // Package local carries KV blocks between two agents of one host: D copies from P's memory into its
-// own, once. If P can hand its memory out, D maps it (memory.go, views.go). If not, D calls the
-// kernel's process_vm_readv.
+// own, once. D maps those of P's memories that P can hand out (memory.go, views.go), and reads the
+// others by the kernel's process_vm_readv.
 //
 // P listens on an abstract unix socket, which leaves nothing in the file system. D connects to
 // it. Each side proves that it has the ticket, which goes over no socket. Then P names the address

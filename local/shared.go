@@ -36,7 +36,7 @@ type handout struct {
 	list   []memory
 }
 
-// check names a region that does not have the memory any more which P has told; nil: all have.
+// check names a region whose memory is no longer what P has told; nil: all have theirs.
 func (s *handout) check() error {
 	if s == nil {
 		return nil

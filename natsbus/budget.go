@@ -12,12 +12,14 @@ import (
 
 // budget bounds what all connections together make this process hold. When they go over it, one connection is ended, whichever asked for
 // more: the largest of the account whose connections together hold the most. So many connections that hold little end none of an
-// account that holds less than they do.
+// account that holds less than they do. What a connection that is being ended still holds is on its way back, so nobody else is ended for it.
+// But all that is held, with it, is twice the limit at most.
 type budget struct {
 	limit int64
 
 	mu     sync.Mutex
-	total  int64
+	total  int64 // of these, ending are of connections that are being ended
+	ending int64
 	n      uint64
 	shares *quota.Ranking[core.Account, *share]
 }
@@ -29,12 +31,13 @@ type share struct {
 	end     func() // ends the connection; it does not wait
 	n       uint64 // in the order in which they came
 
-	bytes int64 // guarded by budget.mu, as ended is
-	ended bool
+	bytes    int64 // guarded by budget.mu, as those below are
+	ended    bool
+	released bool
 }
 
 func newBudget(limit int64) *budget {
-	// Of connections that hold as much the newest is ended.
+	// Of connections that hold as much, the newest is ended.
 	return &budget{limit: limit, shares: quota.NewRanking[core.Account](func(a, b *share) int { return cmp.Compare(b.n, a.n) })}
 }
 
@@ -61,25 +64,33 @@ func (s *share) add(n int64) {
 	}
 }
 
-// add changes what a connection holds, and returns the one that is to be ended for it; nil if there is room, or that connection is
-// ended already.
+// add changes what a connection holds, and returns the one that is to be ended for it; nil: there is room, or this connection is over.
 func (b *budget) add(s *share, n int64) (gives *share) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if s.released {
+		return nil
+	}
 	s.bytes += n
 	b.total += n
 	b.shares.Add(s.account, s, n)
-	if n <= 0 || b.total <= b.limit || s.ended {
+	if s.ended {
+		b.ending += n
+		return nil
+	}
+	ending := b.ending
+	if fault.On("bus-ending-counts") {
+		ending = 0
+	}
+	if n <= 0 || b.total-ending <= b.limit && b.total <= 2*b.limit {
 		return nil
 	}
 	gives, ok := b.shares.Gives(s.account, s, 0)
 	if !ok {
 		gives = s
 	}
-	if gives.ended {
-		return nil
-	}
 	gives.ended = true
+	b.ending += gives.bytes
 	b.shares.End(gives.account, gives)
 	return gives
 }
@@ -90,6 +101,9 @@ func (s *share) release() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.total -= s.bytes
-	s.bytes = 0
+	if s.ended {
+		b.ending -= s.bytes
+	}
+	s.bytes, s.released = 0, true
 	b.shares.Remove(s.account, s)
 }

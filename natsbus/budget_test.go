@@ -18,8 +18,8 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestBudget: over the limit the connection that holds the most is ended, once, whoever asked for
-// more. What a connection gives back counts no more, nor what one held that has left.
+// TestBudget: over the limit the connection that holds the most is ended, once, whoever asked for more. What a connection gives back
+// counts no more, nor what one held that has left. What one that is being ended still holds ends nobody else, up to twice the limit.
 func TestBudget(t *testing.T) {
 	b := newBudget(100)
 	var ended []string
@@ -27,43 +27,51 @@ func TestBudget(t *testing.T) {
 		return b.newShare(core.Account(name), func() { ended = append(ended, name) })
 	}
 	greedy, second, third := of("greedy"), of("second"), of("third")
-	want := func(what string, total int64, names ...string) {
+	want := func(what string, total, ending int64, names ...string) {
 		t.Helper()
-		if b.total != total || !slices.Equal(ended, names) {
-			t.Fatalf("%s: %d bytes are held, ended are %v; want %d and %v", what, b.total, ended, total, names)
+		if b.total != total || b.ending != ending || !slices.Equal(ended, names) {
+			t.Fatalf("%s: %d bytes are held, %d of them by those who are ended: %v; want %d, %d and %v", what, b.total, b.ending, ended, total, ending, names)
 		}
 	}
 	greedy.add(60)
 	second.add(30)
 	third.add(10)
-	want("up to the limit", 100)
+	want("up to the limit", 100, 0)
 	third.add(1)
-	want("over it", 101, "greedy")
-	third.add(-5)
-	want("what is given back ends nobody", 96, "greedy")
-	third.add(5)
-	want("the next", 101, "greedy", "second")
-	third.add(1)
-	want("then who asks", 102, "greedy", "second", "third")
-	third.add(1)
-	want("nobody is left", 103, "greedy", "second", "third")
+	want("over it", 101, 60, "greedy")
+	third.add(59)
+	want("the others have what is on its way back", 160, 60, "greedy")
+	greedy.add(5)
+	want("what the ended one still asks for", 165, 65, "greedy")
+	greedy.add(-10)
+	want("what the ended one gives back", 155, 55, "greedy")
+	second.add(1)
+	want("the others go over it", 156, 125, "greedy", "third")
+	second.add(44)
+	want("up to twice the limit", 200, 125, "greedy", "third")
+	second.add(1)
+	want("over that", 201, 201, "greedy", "third", "second")
+	second.add(1)
+	want("nobody is left", 202, 202, "greedy", "third", "second")
 	greedy.release()
 	greedy.release()
-	second.release()
-	want("they have left", 13, "greedy", "second", "third")
-	late := of("late")
-	late.add(88)
-	want("others have room", 101, "greedy", "second", "third", "late") // the third is over already, though it is still there
 	third.release()
+	want("they have left", 77, 77, "greedy", "third", "second")
+	third.add(10) // a goroutine of the connection's outlived its end
+	want("who has left counts no more", 77, 77, "greedy", "third", "second")
+	late := of("late")
+	late.add(100)
+	want("others have room", 177, 77, "greedy", "third", "second")
+	second.release()
 	late.release()
-	want("all have left", 0, "greedy", "second", "third", "late")
+	want("all have left", 0, 0, "greedy", "third", "second")
 	if n := b.shares.Holders(); n != 0 {
 		t.Errorf("%d connections are still counted", n)
 	}
 }
 
 // TestSmallHolders: an account counts with all that its connections hold. Very many that hold little each lose them, one after another, and
-// one that holds more than each of them, and less than all, goes on. Of its account's own connections that would be the one that is ended.
+// one that holds more than each of them, and less than all, goes on. Within one account the largest connection is ended.
 func TestSmallHolders(t *testing.T) {
 	const holders, each, large = 200, 16 << 10, 1 << 20 // the product's bounds are ten times as large
 	b := newBudget(holders * each)
@@ -105,14 +113,6 @@ func TestSmallHolders(t *testing.T) {
 	if name := leave(); name != "late" { // it is the newest
 		t.Errorf("a small one comes, and %s is ended", name)
 	}
-	late.add(1 - each)
-	more := b.limit - b.total
-	small[0].add(more)
-	late.add(1) // what it said before it knew of its end
-	if len(ended) > 0 {
-		t.Errorf("who is ended has ended %v", ended)
-	}
-	small[0].add(-more)
 	late.release()
 	second := of("honest", "second") // now the honest account asks for more than all others hold
 	second.add(holders * each)
@@ -120,8 +120,10 @@ func TestSmallHolders(t *testing.T) {
 		t.Errorf("%s is ended", name)
 	}
 	second.release()
-	for range holders - large/each { // nothing is given back: each end is another's
-		honest.add(large)
+	for range holders { // nothing is given back: the next ends are others' until the honest one holds the most
+		if honest.add(large); honest.ended {
+			break
+		}
 	}
 	if !honest.ended {
 		t.Error("one that holds the most of all stays")

@@ -14,7 +14,7 @@ type inboundRequest struct {
 	from core.AgentID
 	m    *nats.Msg
 	long bool
-	// If it waits in a longQueue: when it came, the round in which it is answered, and whether other requests of its owner came before it.
+	// If it waits in a longQueue: when it came, the round in which it is answered, and whether its owner had requests waiting then.
 	came  time.Time
 	round int
 	again bool

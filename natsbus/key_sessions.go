@@ -48,7 +48,7 @@ func (v *responderSession) idle(now time.Time) bool { return now.Sub(v.last) >= 
 type keySessions struct {
 	key      [ed25519.PublicKeySize]byte
 	sessions *list.List // of *responderSession, by their last use
-	since    uint64     // a use of the first of the sessions; it may have been used again since
+	since    uint64     // no later than the last use of the first of the sessions
 	at       int        // the index in the heap
 }
 

@@ -26,7 +26,7 @@ const (
 // that comes is for the next round or a later one, so new owners keep nobody out, however many come. Within a round, owners that had no
 // request waiting go first. If there is no room, the newest request of the owner with the most bytes gives way to an owner that has fewer
 // bytes. If an owner has no request waiting, it gets a place even if it would then have more bytes, as long as another owner has two
-// requests. A request that gives way gets no answer: its requester takes it for lost. If the requester got an answer, it would ask again
+// or more. A request that gives way gets no answer: its requester takes it for lost. If the requester got an answer, it would ask again
 // at once, which costs more than to answer it.
 //
 // A hello that has waited for the timeout is late: with the default connect_timeout_s its requester has given it up, or has asked again.

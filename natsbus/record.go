@@ -35,7 +35,8 @@ func recordOf(seq uint64, header nats.Header, data []byte, key string) (record, 
 	if header.Get(opHeader) != "" || header.Get(markerHeader) != "" {
 		return r, nil
 	}
-	// A time that cannot be read counts as older than any other. So does a time in the future, since no other could be newer.
+	// A time that cannot be read counts as older than any other. So does a time more than mostAhead in the future, since
+	// no other could be newer.
 	r.since, _ = strconv.ParseInt(header.Get(sinceHeader), 10, 64)
 	if r.since > time.Now().Add(mostAhead).UnixNano() {
 		r.since = 0

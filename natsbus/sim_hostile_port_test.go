@@ -342,8 +342,8 @@ func (h *hostileClient) check(broken func(string)) {
 	}
 	for what, b := range map[string]*budget{"requests": h.w.server.unanswered, "answers": h.w.server.unread} {
 		b.mu.Lock()
-		if b.total < 0 || b.total > b.limit+2*floodBytes {
-			broken(fmt.Sprintf("%d bytes of %s are held, of %d", b.total, what, b.limit))
+		if b.total < b.ending || b.ending < 0 || b.total-b.ending > b.limit+2*floodBytes || b.total > 2*b.limit+2*floodBytes {
+			broken(fmt.Sprintf("%d bytes of %s are held, %d of them by those who are ended; of %d", b.total, what, b.ending, b.limit))
 		}
 		b.mu.Unlock()
 	}

@@ -102,8 +102,8 @@ func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap str
 	return list, absent, nil
 }
 
-// sameHost says whether a prefill agent claims to be on this host. If the prefill agent lacks the transport
-// local, only this decides whether that counts as a fallback.
+// sameHost says whether a prefill agent claims to be on this host. The claim is not proved, so it decides one thing alone:
+// whether it is a fallback to go without local if the prefill agent lacks it.
 func (t *transports) sameHost(info *wire.Agent) bool {
 	return info.Host != "" && info.Host == local.Host()
 }

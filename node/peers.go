@@ -238,7 +238,7 @@ func (t *peerTable) admit(p *peer, transports dismisser, admit func() ([]wire.Ti
 func (t *peerTable) connect(p *peer, transports dismisser, connect func() error) error {
 	t.admitting.Lock()
 	defer t.admitting.Unlock()
-	p.works.Store(true) // this agent has looked the peer up for a load
+	p.works.Store(true) // this agent has looked the peer up for a load or a claim
 	if err := t.add(p, transports); err != nil {
 		return err
 	}
@@ -282,8 +282,8 @@ func (t *peerTable) answered(id core.AgentID) {
 	t.with(id, func(p *peer) { p.answeredAt, p.unresponsiveUntil = time.Now(), time.Time{} })
 }
 
-// noteUnanswered notes that a peer gave no answer to a load that began then. For the length of the pause all loads that wait
-// behind that one now fail at once, and not one after the other. But if the peer has answered another load since then, and
+// noteUnanswered notes that a peer gave no answer to a load that began then. For the length of the pause every load of
+// that peer fails at once, so that those that wait behind this one do not fail one after the other. But if the peer has answered another load since then, and
 // did so within the last pause, the peer still counts as responsive.
 func (t *peerTable) noteUnanswered(id core.AgentID, began time.Time, pause time.Duration) {
 	t.with(id, func(p *peer) {

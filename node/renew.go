@@ -29,7 +29,7 @@ const endedAtOnce = 64
 // renew is called before each call that gives blocks to transfers. If an engine has slept, other memory
 // lies at the addresses of its caches. Transfers that were begun before are for the old memory: renew ends
 // them, and refuses the call until all of them have ended, so that no transfer begins in the new memory before
-// that. If renew cannot take the new memory, it refuses nothing: the transfers that the call begins tell what is
+// that. Once they have ended, if renew cannot take the new memory, it refuses nothing: the transfers that the call begins tell what is
 // wrong with the memory. A question to the driver may take milliseconds, so renew asks none under the lock.
 func (t *transports) renew(m *lockedMachine) error {
 	if t.devices == nil || !t.devices.Moved() && !t.changed.Load() && !t.unregistered() {

@@ -102,7 +102,7 @@ func (t *Transport) newBundle(d *device, lanes, depth int, handle func(*lane, []
 	return b, nil
 }
 
-// add makes a lane with its queue pair. When all lanes are added, the caller calls seal.
+// add makes a lane with its queue pair. When all lanes are added, the caller must call seal.
 func (b *bundle) add(id uint32, p *localPort, remote int, caps verbs.Caps) (*lane, error) {
 	qp, err := verbs.NewQP(p.dev.pd, b.cq, caps)
 	if err != nil {

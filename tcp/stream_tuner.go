@@ -22,7 +22,7 @@ const (
 	// settleFrames whole frames for each stream in use are written before anything counts: 10 MiB. That is what Linux gives a
 	// connection's buffers at most by default, 4 MiB at P (tcp_wmem) and 6 MiB at D (tcp_rmem).
 	settleFrames  = 5
-	pieceFrames   = 2                     // so many whole frames are written between two readings of the acknowledged bytes
+	pieceFrames   = 2                     // so many whole frames for each stream in use are written between two readings of the acknowledged bytes
 	measurePieces = 8                     // a measurement has at least so many of these pieces
 	measureTime   = 50 * time.Millisecond // and takes at least so long
 	comparisons   = 5                     // of two measurements each; their median decides

@@ -55,7 +55,7 @@ type asked struct {
 	peer   core.AgentID // the P agent that it is with; "" while P is looked up
 	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
 	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
-	nameBy time.Time    // if the agent opened after the request: its engine must name the request until then; else zero
+	nameBy time.Time    // if the agent opened after the request: its engine must name the request by then; else zero
 }
 
 func (a *asked) withRank() bool { return a.rank }
