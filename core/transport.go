@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/kv"
@@ -55,8 +56,18 @@ func MayLandIn(regions map[string]bool) error {
 	return fmt.Errorf("copies to region %q%s have not ended: %w", names, more, ErrMayLand)
 }
 
-// TransferID names one transfer; minted by the router.
+// TransferID names one transfer; minted by the router. Of a transfer in parts each part has its own, which is the engine's id, a
+// PartMark and the part.
 type TransferID string
+
+// PartMark ends the engine's id in the id of a part: no engine's id holds it.
+const PartMark = "\x00"
+
+// Name is the id as the engine knows it, for errors and logs.
+func (id TransferID) Name() string {
+	name, _, _ := strings.Cut(string(id), PartMark)
+	return name
+}
 
 // MaxTransferID is the longest TransferID, in bytes.
 const MaxTransferID = 128

@@ -61,11 +61,11 @@ func (r *receiver) heardRuns(src *source, grant random, f *spoken) error {
 		src.link.say((&ending{cause: overUnexpected}).bytes(grant))
 	case in.over:
 	case f.total != in.into.total:
-		wrong = fmt.Errorf("local: transfer %q has %d bytes at prefill agent %s, %d here", string(in.id), f.total, src.id, in.into.total)
+		wrong = fmt.Errorf("local: transfer %q has %d bytes at prefill agent %s, %d here", in.id.Name(), f.total, src.id, in.into.total)
 	case !in.claimed.Add(f.position, f.position+n):
-		wrong = fmt.Errorf("local: transfer %q: bytes %d to %d came twice", string(in.id), f.position, f.position+n)
+		wrong = fmt.Errorf("local: transfer %q: bytes %d to %d came twice", in.id.Name(), f.position, f.position+n)
 	case len(in.claimed) > in.mostSpans():
-		wrong = fmt.Errorf("local: transfer %q: its runs leave more than %d holes", string(in.id), in.mostSpans())
+		wrong = fmt.Errorf("local: transfer %q: its runs leave more than %d holes", in.id.Name(), in.mostSpans())
 	}
 	if in == nil || in.over || wrong != nil {
 		src.owe(len(f.runs))
@@ -115,7 +115,7 @@ func (r *receiver) heardKept(src *source, grant random) error {
 	}
 	if !in.done {
 		r.mu.Unlock()
-		return fmt.Errorf("transfer %q is called kept, and was not called done", string(in.id))
+		return fmt.Errorf("transfer %q is called kept, and was not called done", in.id.Name())
 	}
 	told, link := r.takes(in), src.link
 	r.mu.Unlock()

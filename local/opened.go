@@ -101,7 +101,7 @@ func (o *opened) copy(c *copier, b *batch) (done uint64, err error) {
 // toDevice copies the next bytes to blocks on a device.
 func (o *opened) toDevice(c *copier, device int, b *batch, from *cursor, n uint64) error {
 	c.from = from.cut(c.from[:0], n)
-	return o.t.await(o.t.places.devices[device].Transfer(string(b.in.id), cuda.FromPeer),
+	return o.t.await(o.t.places.devices[device].Transfer(b.in.id.Name(), cuda.FromPeer),
 		cuda.Copy{Peer: o.peers[device], Runs: runsOf(c.from), To: runsOf(c.into)})
 }
 
@@ -114,7 +114,7 @@ func (o *opened) toHost(c *copier, b *batch, from *cursor, n uint64) (uint64, er
 	defer slot.Release()
 	n = min(n, uint64(len(slot.Bytes())))
 	c.into, c.from = some(c.into, n), from.cut(c.from[:0], n)
-	err = o.t.await(o.t.places.devices[0].Transfer(string(b.in.id), cuda.FromDevice), cuda.Copy{Peer: o.peers[0], Slot: slot, Runs: runsOf(c.from)})
+	err = o.t.await(o.t.places.devices[0].Transfer(b.in.id.Name(), cuda.FromDevice), cuda.Copy{Peer: o.peers[0], Slot: slot, Runs: runsOf(c.from)})
 	if err == nil {
 		err = c.spread(slot.Bytes()[:n])
 	}
@@ -229,7 +229,7 @@ func (c *copier) toDevice(device int, part *batch, position, n uint64) (uint64, 
 	}
 	c.into, _ = into.cut(c.into[:0], position, n, c.pairs) // c.read has overwritten it
 	// If c.into has room for fewer pieces than the n bytes have, the caller's cut was as short, and so was n.
-	return n, c.t.await(c.t.places.devices[device].Transfer(string(part.in.id), cuda.ToDevice), cuda.Copy{Slot: slot, Runs: runsOf(c.into)})
+	return n, c.t.await(c.t.places.devices[device].Transfer(part.in.id.Name(), cuda.ToDevice), cuda.Copy{Slot: slot, Runs: runsOf(c.into)})
 }
 
 // slotOf makes a landing out of the first n bytes of a slot.

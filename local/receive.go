@@ -111,7 +111,7 @@ func (r *receiver) expect(id core.TransferID, peer core.AgentID, into landing) (
 	case r.closed:
 		return nil, errClosed
 	case r.byID[id] != nil:
-		return nil, fmt.Errorf("local: transfer %q is expected already", string(id))
+		return nil, fmt.Errorf("local: transfer %q is expected already", id.Name())
 	case src == nil:
 		return nil, fmt.Errorf("local: no connection to prefill agent %s was asked for", peer)
 	case src.state == sourceDown:
@@ -150,7 +150,7 @@ func (t *Transport) Revoke(id core.TransferID) error {
 		link.flush()
 	}
 	if !ended && !fault.On("local-revoke-unsure") {
-		return fmt.Errorf("local: transfer %q is revoked, but its memory is copied to: %w", string(id), core.ErrMayLand)
+		return fmt.Errorf("local: transfer %q is revoked, but its memory is copied to: %w", id.Name(), core.ErrMayLand)
 	}
 	return nil
 }

@@ -318,7 +318,7 @@ func (s *sender) heardDone(ol *outLink, grant random) error {
 	}
 	if !out.whole() || out.kept {
 		s.mu.Unlock()
-		return fmt.Errorf("transfer %q of %d bytes is called done when %d were said", string(out.id), out.total, out.said)
+		return fmt.Errorf("transfer %q of %d bytes is called done when %d were said", out.id.Name(), out.total, out.said)
 	}
 	out.kept = true
 	ol.say(word(frameKept, grant))

@@ -60,11 +60,11 @@ func (t *Transport) Write(op core.WriteOp) {
 	case s.closed:
 		err = errClosed
 	case s.byID[op.ID] != nil:
-		err = fmt.Errorf("local: transfer %q is being written already", string(op.ID))
+		err = fmt.Errorf("local: transfer %q is being written already", op.ID.Name())
 	case tk == nil:
 		err = fmt.Errorf("local: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
 	case tk.byGrant[out.grant] != nil:
-		err = fmt.Errorf("local: transfer %q has the grant of transfer %q", string(op.ID), string(tk.byGrant[out.grant].id))
+		err = fmt.Errorf("local: transfer %q has the grant of transfer %q", op.ID.Name(), tk.byGrant[out.grant].id.Name())
 	default:
 		out.taker = tk
 		s.byID[op.ID], tk.byGrant[out.grant] = out, out
@@ -146,7 +146,7 @@ func (out *outbound) give(l *kv.Layout, op *core.WriteOp) error {
 // has counts bytes that are given.
 func (out *outbound) has(from, to uint64) error {
 	if to > out.total || !out.given.Add(from, to) {
-		return fmt.Errorf("local: transfer %q of %d bytes was given bytes %d to %d: they lie outside of it, or some were given before", string(out.id), out.total, from, to)
+		return fmt.Errorf("local: transfer %q of %d bytes was given bytes %d to %d: they lie outside of it, or some were given before", out.id.Name(), out.total, from, to)
 	}
 	out.bytes += to - from
 	return nil

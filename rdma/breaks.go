@@ -161,7 +161,7 @@ func (cn *conn) again() {
 		}
 		for _, j := range w.jobs {
 			if j.lost && j.breaks >= maxBreaks {
-				cn.fail(w, fmt.Errorf("rdma: transfer %q: %d queue pairs broke under a stripe of it, the last: %w: %w", string(w.op.ID), j.breaks, cn.broke, core.ErrConnectionLost))
+				cn.fail(w, fmt.Errorf("rdma: transfer %q: %d queue pairs broke under a stripe of it, the last: %w: %w", w.op.ID.Name(), j.breaks, cn.broke, core.ErrConnectionLost))
 			}
 			if j.lost && w.cause == nil {
 				j.cursor.rewind()
@@ -273,5 +273,5 @@ func (cn *conn) grantsReceived(rep *reply) {
 }
 
 func errRevoked(w *write) error {
-	return fmt.Errorf("rdma: transfer %q was revoked: %w", string(w.op.ID), core.ErrNotExpected)
+	return fmt.Errorf("rdma: transfer %q was revoked: %w", w.op.ID.Name(), core.ErrNotExpected)
 }

@@ -37,7 +37,7 @@ func (cn *conn) denied(l *lane, c *verbs.Completion) (end func()) {
 		return func() {}
 	}
 	cause := l.failure(c)
-	return func() { cn.fail(j.w, fmt.Errorf("rdma: transfer %q: %s: %w", string(j.w.op.ID), why, cause)) }
+	return func() { cn.fail(j.w, fmt.Errorf("rdma: transfer %q: %s: %w", j.w.op.ID.Name(), why, cause)) }
 }
 
 // mostNamed is how many regions an error names.

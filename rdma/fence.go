@@ -53,7 +53,7 @@ func (r *receiver) revoke(id core.TransferID) (err error) {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("rdma: transfer %q is revoked, but %w", string(id), err)
+		return fmt.Errorf("rdma: transfer %q is revoked, but %w", id.Name(), err)
 	}
 	return nil
 }

@@ -118,11 +118,11 @@ func (r *receiver) arm(id core.TransferID, peer core.AgentID, total uint64, segm
 		err = r.t.checkMemory()
 	}
 	if err != nil {
-		return nil, fmt.Errorf("transfer %q: %w", string(id), err)
+		return nil, fmt.Errorf("transfer %q: %w", id.Name(), err)
 	}
 	src := r.source(peer)
 	if src == nil {
-		return nil, fmt.Errorf("rdma: transfer %q: agent %s is not connected", string(id), peer)
+		return nil, fmt.Errorf("rdma: transfer %q: agent %s is not connected", id.Name(), peer)
 	}
 	src.mu.Lock()
 	defer src.mu.Unlock()
@@ -133,9 +133,9 @@ func (r *receiver) arm(id core.TransferID, peer core.AgentID, total uint64, segm
 	case r.closed:
 		return nil, errClosed
 	case src.gone:
-		return nil, fmt.Errorf("rdma: transfer %q: agent %s was dismissed", string(id), peer)
+		return nil, fmt.Errorf("rdma: transfer %q: agent %s was dismissed", id.Name(), peer)
 	case r.expected[id] != nil:
-		return nil, fmt.Errorf("rdma: transfer %q is expected already", string(id))
+		return nil, fmt.Errorf("rdma: transfer %q is expected already", id.Name())
 	case len(r.slots)-len(r.free) >= r.most:
 		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", r.most)
 	}

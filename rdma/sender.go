@@ -124,7 +124,7 @@ func (s *sender) write(op core.WriteOp) {
 	case l == nil:
 		err = fmt.Errorf("rdma: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
 	case s.writes[op.ID] != nil:
-		err = fmt.Errorf("rdma: transfer %q is being written already", string(op.ID))
+		err = fmt.Errorf("rdma: transfer %q is being written already", op.ID.Name())
 	case w.given > w.bytes:
 		err = errTooMuch(w, w.given)
 	default:
@@ -160,7 +160,7 @@ func (s *sender) extend(op core.WriteOp) {
 }
 
 func errTooMuch(w *write, given uint64) error {
-	return fmt.Errorf("rdma: transfer %q has %d bytes, %d were given to write", string(w.op.ID), w.bytes, given)
+	return fmt.Errorf("rdma: transfer %q has %d bytes, %d were given to write", w.op.ID.Name(), w.bytes, given)
 }
 
 // tell tells an outcome. Close waits for it.

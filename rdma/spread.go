@@ -23,11 +23,11 @@ func (cn *conn) begin(w *write) {
 		switch {
 		case err != nil:
 		case g.bytes != w.bytes:
-			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", string(w.op.ID), w.bytes, g.bytes, cn.peer)
+			err = fmt.Errorf("rdma: transfer %q has %d bytes here, %d at decode agent %s", w.op.ID.Name(), w.bytes, g.bytes, cn.peer)
 		case !cn.grants.alive(g.seq):
 			err = errRevoked(w)
 		case cn.bySeq[g.seq] != nil:
-			err = fmt.Errorf("rdma: transfer %q has the grant of a transfer that is being written", string(w.op.ID))
+			err = fmt.Errorf("rdma: transfer %q has the grant of a transfer that is being written", w.op.ID.Name())
 		}
 		if err != nil {
 			cn.fail(w, err)
@@ -256,7 +256,7 @@ func (cn *conn) pump(l *lane) {
 		limit.maxBytes = bytes
 		k, pieces, carried, done, err := j.cursor.fill(cn.chain[n:min(room, maxChain)], cn.pieces[:], cn.window[:], l.port.dev.memory.Load().local, l.keys, limit)
 		if err != nil {
-			cn.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", string(j.w.op.ID), err))
+			cn.fail(j.w, fmt.Errorf("rdma: transfer %q: %w", j.w.op.ID.Name(), err))
 			continue
 		}
 		n += k

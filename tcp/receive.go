@@ -125,7 +125,7 @@ func (t *Transport) expect(id core.TransferID, peer core.AgentID, dst destinatio
 	case r.closed:
 		return nil, errClosed
 	case r.byID[id] != nil:
-		return nil, fmt.Errorf("tcp: transfer %q is expected already", string(id))
+		return nil, fmt.Errorf("tcp: transfer %q is expected already", id.Name())
 	case r.peers[peer] == nil:
 		return nil, fmt.Errorf("tcp: no connection to prefill agent %s was asked for", peer)
 	}
@@ -158,7 +158,7 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 func (in *inbound) revoke() error {
 	in.block()
 	if !in.copies.wait() && !fault.On("tcp-revoke-unsure") {
-		return fmt.Errorf("tcp: transfer %q is revoked, but its memory is copied to: %w", string(in.id), core.ErrMayLand)
+		return fmt.Errorf("tcp: transfer %q is revoked, but its memory is copied to: %w", in.id.Name(), core.ErrMayLand)
 	}
 	return nil
 }
@@ -353,15 +353,15 @@ func (s *inStream) frame() error {
 func (in *inbound) admit(pos, length uint64) error {
 	end := pos + length
 	if end < pos || end > in.total {
-		return fmt.Errorf("transfer %q: frame of bytes %d to %d, but it has %d", string(in.id), pos, end, in.total)
+		return fmt.Errorf("transfer %q: frame of bytes %d to %d, but it has %d", in.id.Name(), pos, end, in.total)
 	}
 	in.claimed.mu.Lock()
 	defer in.claimed.mu.Unlock()
 	if !in.claimed.spans.Add(pos, end) {
-		return fmt.Errorf("transfer %q: bytes %d to %d came twice", string(in.id), pos, end)
+		return fmt.Errorf("transfer %q: bytes %d to %d came twice", in.id.Name(), pos, end)
 	}
 	if len(in.claimed.spans) > in.mostSpans() {
-		return fmt.Errorf("transfer %q: its frames leave more than %d holes", string(in.id), in.mostSpans())
+		return fmt.Errorf("transfer %q: its frames leave more than %d holes", in.id.Name(), in.mostSpans())
 	}
 	return nil
 }

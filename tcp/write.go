@@ -54,11 +54,11 @@ func (t *Transport) Write(op core.WriteOp) {
 	case s.closed:
 		err = errClosed
 	case s.byID[op.ID] != nil:
-		err = fmt.Errorf("tcp: transfer %q is being written already", string(op.ID))
+		err = fmt.Errorf("tcp: transfer %q is being written already", op.ID.Name())
 	case p == nil:
 		err = fmt.Errorf("tcp: decode agent %s is not admitted, it must say hello: %w", op.Peer, core.ErrConnectionLost)
 	case p.byGrant[out.grant] != nil:
-		err = fmt.Errorf("tcp: transfer %q has the grant of transfer %q", string(op.ID), string(p.byGrant[out.grant].id))
+		err = fmt.Errorf("tcp: transfer %q has the grant of transfer %q", op.ID.Name(), p.byGrant[out.grant].id.Name())
 	default:
 		out.peer = p
 		s.byID[op.ID], p.byGrant[out.grant] = out, out
@@ -103,7 +103,7 @@ func (out *outbound) give(part []sendRange) error {
 	for i := range part {
 		p := &part[i]
 		if p.end > out.total || !out.ranges.add(p) {
-			return fmt.Errorf("tcp: transfer %q of %d bytes was given bytes %d to %d: they lie outside of it, or some were given before", string(out.id), out.total, p.position, p.end)
+			return fmt.Errorf("tcp: transfer %q of %d bytes was given bytes %d to %d: they lie outside of it, or some were given before", out.id.Name(), out.total, p.position, p.end)
 		}
 		out.todo.Add(p.position, p.end)
 		out.left += p.end - p.position

@@ -14,21 +14,18 @@ import (
 // lease, grant and fence. The engine knows one id only. Fan-in (D) and fan-out (P) give it
 // one Report for all parts.
 
-// partMark stands between a transfer's id and its share: no id holds a NUL.
-const partMark = "\x00"
-
 // MaxPartID is the longest id that PartID gives: [kv.MaxShares] has two digits, [kv.MaxSources] five.
 const MaxPartID = core.MaxTransferID + 16
 
 // PartID is the id of a share of a transfer, on the wire and in the transports of
 // both sides.
 func PartID(id core.TransferID, s kv.Share) core.TransferID {
-	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, partMark, s.K, s.Of, s.Source))
+	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, core.PartMark, s.K, s.Of, s.Source))
 }
 
 // splitPart is the reverse of PartID; ok says that part is a well formed id of a part.
 func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
-	base, text, found := strings.Cut(string(part), partMark)
+	base, text, found := strings.Cut(string(part), core.PartMark)
 	if !found || len(part) > MaxPartID {
 		return "", kv.Share{}, false
 	}
@@ -51,7 +48,7 @@ func checkID[T ~string](id T) error {
 	return nil
 }
 
-func isPart[T ~string](id T) bool { return strings.Contains(string(id), partMark) }
+func isPart[T ~string](id T) bool { return strings.Contains(string(id), core.PartMark) }
 
 // checkWireID is checkID for what a peer names: an id, or a part of one.
 func checkWireID(id core.TransferID) error {
@@ -63,6 +60,5 @@ func checkWireID(id core.TransferID) error {
 
 // nameOf is the id that the engine knows a half by, or a part of it.
 func nameOf[T ~string](id T) core.TransferID {
-	name, _, _ := strings.Cut(string(id), partMark)
-	return core.TransferID(name)
+	return core.TransferID(core.TransferID(id).Name())
 }

@@ -2,9 +2,11 @@ package coretest
 
 import (
 	"bytes"
+	"strings"
 	"sync"
 	"testing"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -24,16 +26,21 @@ func idAgain(t *testing.T, f Fixture) {
 	d.check(t, delivery{transfer: 1, blocks: second})
 }
 
+// expectTwice: a part of a transfer is expected twice. The error names the transfer as the engine knows it.
 func expectTwice(t *testing.T, f Fixture) {
+	const part = "t" + core.PartMark + "0/2@0"
 	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
 	src, dst := [][]kv.BlockID{sequence(0, 5)}, [][]kv.BlockID{sequence(1, 5)}
 	p.paint(1, src)
-	grant := d.expect("t", p, dst)
-	if _, err := d.tr.Expect("t", p.id, d.layout.Segments([][]kv.BlockID{sequence(10, 5)})); err == nil {
+	grant := d.expect(part, p, dst)
+	_, err := d.tr.Expect(part, p.id, d.layout.Segments([][]kv.BlockID{sequence(10, 5)}))
+	if err == nil {
 		t.Errorf("Expect of an id that is expected already gave no error")
+	} else if text := err.Error(); !strings.Contains(text, `transfer "t"`) {
+		t.Errorf("the error does not name the transfer as the engine does: %s", text)
 	}
-	p.write("t", d, grant, src, dst)
-	well(t, "t", p, d, d.layout.Bytes(dst))
+	p.write(part, d, grant, src, dst)
+	well(t, part, p, d, d.layout.Bytes(dst))
 	d.check(t, delivery{transfer: 1, blocks: dst})
 }
 

@@ -211,7 +211,7 @@ func (t *transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segme
 	case t.closed:
 		return nil, errTwinClosed
 	case t.expected[id] != nil && !t.expected[id].told.Load():
-		return nil, fmt.Errorf("mem: transfer %q is expected already", string(id))
+		return nil, fmt.Errorf("mem: transfer %q is expected already", id.Name())
 	}
 	t.expected[id] = e
 	return bytes.Clone(e.grant), nil

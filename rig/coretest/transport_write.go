@@ -85,7 +85,7 @@ func (t *transport) run(op core.WriteOp, w *write) (n uint64, segments int, err 
 	e.taken = true
 	e.fence.Unlock()
 	if again {
-		return 0, 0, fmt.Errorf("mem: transfer %q is written twice", string(op.ID))
+		return 0, 0, fmt.Errorf("mem: transfer %q is written twice", op.ID.Name())
 	}
 	part := part{t: t, w: w, peer: peer, e: e, gate: gate}
 	given, total := uint64(0), op.Total()
