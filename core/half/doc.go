@@ -14,7 +14,7 @@
 // fan-out have one Report together, and a peer that is gone, or that has said the end
 // itself, is told nothing. Abandon is not in the tables: it ends a half in any state
 // and only reports it. TestSim and TestTranscripts hold the machine to these tables.
-// TestSim lists the transitions that the simulator never takes.
+// core/machine/testdata/table/untaken.txt has those of their rows that no seed of TestSim takes, each with the reason.
 //
 // Claims (D), of which claimPeerGone says what P's death makes of one:
 //

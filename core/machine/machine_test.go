@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"path"
 	"slices"
 	"strings"
 	"testing"
@@ -55,6 +56,7 @@ func (s *script) end() {
 			s.t.Errorf("%s: left at the end: %+v", name, left)
 		}
 	}
+	s.table.checkUntakenBy(s.t, path.Base(s.t.Name()))
 }
 
 func (s *script) run(c *coretest.Command) string {

@@ -100,10 +100,10 @@ func (table transitionTable) check(t testing.TB, c core.Transition) {
 	}
 }
 
-// never lists the transitions that were not taken.
-func (table transitionTable) never() (out []string) {
+// rows lists the rows for which want is true.
+func (table transitionTable) rows(want func(*transitionRow) bool) (out []string) {
 	for key, row := range table {
-		if !row.taken {
+		if want(row) {
 			out = append(out, strings.Join([]string{key.half, key.from, key.event, key.to}, " "))
 		}
 	}
