@@ -158,7 +158,7 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 	switch {
 	case c != nil && c.peer == f.From:
 		if f.Code != core.OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
-			h.loseClaim(c, Ending{f.Code.AtPeer(), f.Reason})
+			h.loseClaim(c, whenFailed, Ending{f.Code.AtPeer(), f.Reason})
 		}
 	case ld != nil && ld.peer == f.From:
 		if f.Code != core.OK { // P's OK ends no load: only the transport knows whether all bytes have landed

@@ -64,7 +64,7 @@ func (h *Set) loadTo(ld *load, next loadState, does ...core.Action) {
 		h.loads.drop(ld.id)
 		h.awaitNot(ld.after)
 	case ld.state:
-		h.farewells.drop(ld.id)
+		h.voidFarewell(ld.id)
 		h.loads.put(ld.id, ld)
 	}
 	h.taken.moved("load", ld.id, ld.state, next)
@@ -88,7 +88,7 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 		h.continueClaim(now, ld, c)
 		return
 	case c != nil:
-		h.DropClaim(c.id, Ending{core.Cancelled, "the decode engine loads it from another engine"})
+		h.DropClaim(c.id, WhenOther, Ending{core.Cancelled, "the decode engine loads it from another engine"})
 	}
 	h.loadTo(ld, loadResolving, ld.lookUp(false))
 }
@@ -96,7 +96,7 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 // continueClaim begins a load at the point that its claim has reached.
 func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
 	was, seq, token := c.state, ld.seq, ld.token
-	h.claimTo(c, claimNone)
+	h.claimTo(c, whenSame, claimNone)
 	ld.asked, ld.until = c.asked, now.Add(h.patience())
 	ld.seq, ld.token = seq, token
 	h.nameLater(now, ld)
@@ -110,7 +110,7 @@ func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
 			ld.end = Ending{core.OK, NothingToLoad}
 		}
 		h.reportLoad(ld)
-	case ld.former == "":
+	case was == claimResolving, was == claimBackoff:
 		h.loadTo(ld, loadResolving, ld.lookUp(false))
 	default:
 		h.loadTo(ld, loadRelocating, ld.lookUp(false))

@@ -76,7 +76,7 @@ func (h *Set) renewals(now time.Time) (list map[core.AgentID]*core.SendRenew, us
 			continue
 		}
 		r := at(c.peer)
-		if c.state == claimAsked || h.peers[c.peer].due(now) && !fault.On("claim-not-renewed") {
+		if c.state.unanswered() || h.peers[c.peer].due(now) && !fault.On("claim-not-renewed") {
 			r.Claims = append(r.Claims, core.TransferID(id))
 		}
 	}
