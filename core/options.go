@@ -64,6 +64,6 @@ func def[T int | time.Duration](v *T, unset T) {
 // have them.
 type Transition struct {
 	Half, From, Event, To string // From "-": the half begins; To "-": it has ended
-	Guard                 string // of a row that has one; "" in the tables of loads and offers, which have none
+	Guard                 string // of a row that has one; "" in the table of offers, which has none
 	Actions               string // of a row with a guard: all, sorted; else those that the event brought about, each once
 }

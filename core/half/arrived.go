@@ -162,7 +162,7 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 		}
 	case ld != nil && ld.peer == f.From:
 		if f.Code != core.OK { // P's OK ends no load: only the transport knows whether all bytes have landed
-			h.endLoad(now, ld, Ending{f.Code.AtPeer(), f.Reason}, false)
+			h.endLoad(now, ld, whenFailed, Ending{f.Code.AtPeer(), f.Reason}, false)
 		}
 	case (c != nil || ld != nil) && h.offers[ID(f.ID)] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
 	default:

@@ -181,7 +181,7 @@ func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answ
 		h.claimTo(c, whenKept, claimKept)
 		c.keeper = c.peer
 	case ld != nil && end.Code != core.OK:
-		h.endLoad(now, ld, end, false)
+		h.endLoad(now, ld, whenOver, end, false)
 	case ld != nil:
 		ld.keeper = ld.peer
 	}

@@ -11,15 +11,14 @@
 // part of the same fan-in has failed), PeerGone (a P agent does not answer any more). A moment that has not passed in time is a
 // MomentFailed too.
 //
-// The tables of claims and farewells are functions: the state, the event and the guard decide the next state and all actions.
+// The tables of claims, farewells and loads are functions: the state, the event and the guard decide the next state and all actions.
 // [Guard] names the cases, "-" where there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which
 // the row goes. What has no row changes nothing and wants nothing. Among the actions, Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any
-// more. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found.
+// more and, if it is a load, is to end when its fence has returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found.
 //
-// In the tables of loads and offers an action with "?" happens in some of the cases only: the parts of a fan-in or
-// fan-out have one Report together, and a peer that is gone, or that has said the end
-// itself, is told nothing. Abandon is not in these two: it ends a half in any state
-// and only reports it. TestSim and TestTranscripts hold the machine to all tables.
+// In the table of offers an action with "?" happens in some of the cases only: the parts of a fan-out have one Report
+// together, and a peer that is gone, or that has said the end itself, is told nothing. Abandon is not in it: it ends an offer
+// in any state and only reports it. TestSim and TestTranscripts hold the machine to all tables.
 // core/machine/testdata/table/untaken.txt has those of their rows that no seed of TestSim takes, each with the reason.
 //
 // Claims (D):
@@ -76,60 +75,68 @@
 //
 // Loads (D):
 //
-//	from        event                            to          actions
-//	-           LoadRequest                      resolving   Resolve
-//	-           LoadRequest                      relocating  Resolve
-//	-           LoadRequest Divided              expecting   Expect
-//	-           LoadRequest Divided              awaiting
-//	-           LoadRequest Divided              ending      Expect Revoke SendFinish
-//	resolving   Resolved                         expecting   Expect
-//	resolving   Resolved                         awaiting
-//	resolving   MomentFailed                     -           Report?
-//	resolving   Resolved ResolvedParts           -           Report? SendFinish?
-//	resolving   Cancel Close Remapped            -           Report
-//	relocating  Resolved                         expecting   Expect
-//	relocating  Resolved                         awaiting
-//	relocating  MomentFailed                     -           Report?
-//	relocating  Resolved ResolvedParts           -           Report? SendFinish?
-//	relocating  Cancel Close Tick PartFails      -           Report?
-//	relocating  Remapped                         -           Report?
-//	awaiting    MomentPassed                     expecting   Expect
-//	awaiting    PeerGone                         relocating  Resolve
-//	awaiting    PeerGone RenewReplied            -           Report? SendFinish?
-//	awaiting    FinishMessage                    -           Report?
-//	awaiting    MomentFailed PartFails Remapped  -           Report? SendFinish
-//	awaiting    Cancel Close Tick                -           Report? SendFinish
-//	expecting   Expecting                        requesting  SendLoad
-//	expecting   Expecting                        moving      Revoke
-//	expecting   Expecting FinishMessage          ending      Revoke SendFinish?
-//	expecting   RenewReplied                     ending      Revoke
-//	expecting   Cancel Close PartFails Tick      ending      Revoke SendFinish
-//	expecting   Remapped                         ending      Revoke SendFinish
-//	expecting   Received                         -           Report? SendFinish
-//	expecting   Received                         ending      Revoke SendFinish
-//	requesting  LoadAnswered                     waiting
-//	requesting  LoadAnswered                     moving      Revoke
-//	requesting  LoadAnswered FinishMessage       ending      Revoke SendFinish?
-//	requesting  RestartMessage                   restarting  Revoke
-//	requesting  Received                         -           Report? SendFinish
-//	requesting  Received                         ending      Revoke SendFinish
-//	requesting  Cancel Close PartFails Tick      ending      Revoke SendFinish
-//	requesting  Remapped                         ending      Revoke SendFinish
-//	waiting     Received                         -           Report? SendFinish
-//	waiting     Received                         ending      Revoke SendFinish
-//	waiting     FinishMessage RenewReplied       ending      Revoke SendFinish?
-//	waiting     RestartMessage RenewReplied      restarting  Revoke
-//	waiting     PeerGone                         ending      Revoke SendFinish?
-//	waiting     Cancel Close PartFails Tick      ending      Revoke SendFinish
-//	waiting     Remapped                         ending      Revoke SendFinish
-//	moving      Revoked                          relocating  Resolve
-//	moving      Cancel Close FinishMessage       ending
-//	moving      PartFails Remapped               ending
-//	restarting  Revoked                          expecting   Expect
-//	restarting  Cancel Close PartFails Remapped  ending      SendFinish
-//	restarting  Tick                             ending      SendFinish
-//	restarting  FinishMessage RenewReplied       ending
-//	ending      Revoked                          -           Report?
+//	from                          event                            guard         to          actions
+//	-                             LoadRequest                      fresh         resolving   Resolve
+//	-                             LoadRequest                      resolving     resolving   Resolve
+//	-                             LoadRequest                      relocating    relocating  Resolve
+//	-                             LoadRequest                      void          -           Ended
+//	-                             LoadRequest                      empty         -           Ended SendFinish
+//	-                             LoadRequest                      moment        awaiting
+//	-                             LoadRequest                      ready         expecting   Expect
+//	-                             Divided                          resolving     resolving
+//	-                             Divided                          relocating    relocating
+//	resolving relocating          ResolvedParts                    -             -
+//	resolving relocating          Resolved                         empty         -           Ended SendFinish
+//	resolving relocating          Resolved                         moment        awaiting
+//	resolving relocating          Resolved                         ready         expecting   Expect
+//	resolving relocating          Resolved                         refused       -           Ended
+//	relocating                    Resolved                         replaced      -           Ended
+//	relocating                    Tick                             no-successor  -           Ended
+//	awaiting                      MomentPassed                     ready         expecting   Expect
+//	awaiting                      PeerGone                         first         relocating  Resolve
+//	awaiting                      PeerGone                         silent        -           Ended SendFinish
+//	awaiting                      PeerGone                         absent        -           Ended
+//	expecting                     Expecting                        armed         requesting  SendLoad
+//	expecting                     Expecting                        outdated      moving      Forget Revoke
+//	expecting                     Expecting                        broken        ending      Lost Revoke SendFinish
+//	requesting                    LoadAnswered                     accepted      waiting
+//	requesting                    LoadAnswered                     absent        moving      Forget Revoke
+//	requesting                    LoadAnswered                     hello         moving      Forget Revoke
+//	requesting                    LoadAnswered                     absent-again  ending      Lost Revoke
+//	requesting                    LoadAnswered                     hello-again   ending      Lost Revoke
+//	requesting                    LoadAnswered                     refused       ending      Lost Revoke
+//	requesting                    LoadAnswered                     unanswered    ending      Lost Revoke SendFinish
+//	requesting waiting            RestartMessage                   restart       restarting  Revoke
+//	waiting                       RenewReplied                     restart       restarting  Revoke
+//	waiting                       RenewReplied                     unnamed       ending      Lost Revoke SendFinish
+//	waiting                       RenewReplied                     unknown       ending      Lost Revoke
+//	waiting                       RenewReplied                     missing       ending      Lost Revoke
+//	waiting                       PeerGone                         silent        ending      Lost Revoke SendFinish
+//	waiting                       PeerGone                         absent        ending      Lost Revoke
+//	expecting requesting waiting  Received                         whole         -           Ended SendFinish
+//	expecting requesting waiting  Received                         broken        ending      Lost Revoke SendFinish
+//	moving                        Revoked                          -             relocating  Resolve
+//	restarting                    Revoked                          ready         expecting   Expect
+//	ending                        Revoked                          -             -           Ended
+//	awaiting                      RenewReplied                     over          -           Ended
+//	expecting waiting             RenewReplied                     over          ending      Lost Revoke
+//	restarting                    RenewReplied                     over          ending      Lost
+//	awaiting                      FinishMessage                    failed        -           Ended
+//	expecting requesting waiting  FinishMessage                    failed        ending      Lost Revoke
+//	moving restarting             FinishMessage                    failed        ending      Lost
+//	awaiting                      Tick                             late          -           Ended SendFinish
+//	expecting requesting waiting  Tick                             late          ending      Lost Revoke SendFinish
+//	expecting                     Tick                             held          ending      Lost Revoke SendFinish
+//	restarting                    Tick                             held          ending      Lost SendFinish
+//	resolving relocating          MomentFailed                     -             -           Ended Farewell
+//	awaiting                      MomentFailed                     -             -           Ended SendFinish
+//	resolving relocating          Cancel Close Remapped            -             -           Ended Farewell
+//	relocating                    PartFails                        -             -           Ended Farewell
+//	awaiting                      Cancel Close PartFails Remapped  -             -           Ended SendFinish
+//	expecting requesting waiting  Cancel Close PartFails Remapped  -             ending      Lost Revoke SendFinish
+//	moving                        Cancel Close PartFails Remapped  -             ending      Lost
+//	restarting                    Cancel Close PartFails Remapped  -             ending      Lost SendFinish
+//	any                           Abandon                          -             -           Ended
 //
 // Offers (P):
 //

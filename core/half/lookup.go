@@ -39,14 +39,14 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 			h.seq++
 			part := *c // what was tried before
 			part.id, part.seq, part.from, part.rank = ID(ids[i]), h.seq, r.Found[i].From, true
-			h.claimTo(&part, was.divided(), was)
+			h.claimTo(&part, dividedIn(was == claimRelocating), was)
 		}
 		undo()
 	}
 	if ld := h.loads.byID[ID(r.ID)]; ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
 		was := ld.state
 		after, ld.after = ld.after, 0 // its moment is awaited until the parts await it
-		h.loadTo(ld, loadNone)
+		h.loadTo(ld, Always, loadNone)
 		h.above.Divided(now, ld.report(now), ids, r.Found)
 		undo := h.Because("Divided")
 		for i := range r.Found {
@@ -55,7 +55,7 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 			part.id, part.seq, part.from, part.rank = ID(ids[i]), h.seq, r.Found[i].From, true
 			part.Selection = ld.Cut(h.layout, r.Found[i].Regions)
 			h.loadAfter(now, &part, fault.Pick("found-parts-at-once", after, 0))
-			h.loadTo(&part, was)
+			h.loadTo(&part, dividedIn(was == loadRelocating), was)
 		}
 		undo()
 	}
@@ -67,9 +67,9 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 	h.awaitNot(after)
 }
 
-// divided is the guard of the parts of a claim that is divided in this state.
-func (s claimState) divided() Guard {
-	if s == claimRelocating {
+// dividedIn is the guard of the parts of a claim or load that is divided.
+func dividedIn(relocating bool) Guard {
+	if relocating {
 		return whenRelocating
 	}
 	return whenResolving

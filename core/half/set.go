@@ -195,7 +195,7 @@ func (h *Set) Close(now time.Time) {
 
 // Abandon ends all halves at once, and tells nobody but who stands above.
 func (h *Set) Abandon(now time.Time) {
-	h.endAll(now, func(c *claim) { h.claimTo(c, Always, claimNone) }, func(ld *load) { h.reportLoad(ld) },
+	h.endAll(now, func(c *claim) { h.claimTo(c, Always, claimNone) }, func(ld *load) { h.reportLoad(ld, Always) },
 		func(of *Offer) { h.reportOffer(now, of, core.TransferStats{}) })
 }
 

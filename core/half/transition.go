@@ -27,7 +27,7 @@ type observed struct {
 
 type observedAct struct {
 	id         ID
-	name, half string // half "": of a load or an offer
+	name, half string // half "": of an offer, else of none
 	of         bool   // one that has changed its state
 }
 
@@ -88,8 +88,8 @@ func (h *Set) Act(list ...core.Action) {
 	}
 }
 
-// actors says, by an action's type, which half wants the action; "": a load or an offer. What a claim or a farewell wants stands in its row. A Report itself says which half it is of.
-var actors = map[string]string{"Resolve": "", "Expect": "load", "SendLoad": "load", "Revoke": "load",
+// actors says, by an action's type, which half wants the action; "": an offer, if one changes its state. What claims, farewells and loads want stands in their rows. A Report itself says which half it is of.
+var actors = map[string]string{"Resolve": "", "Expect": "", "SendLoad": "", "Revoke": "",
 	"Write": "offer", "StopWrite": "offer", "SendRestart": "offer", "SendFinish": "", "Report": ""}
 
 // note notes an action. An action of the fan-in or fan-out itself belongs to no half.

@@ -37,7 +37,7 @@ type transitionRow struct {
 }
 
 // functions are the halves whose tables have guards: a state, an event and a guard decide all.
-var functions = []string{"claim", "farewell"}
+var functions = []string{"claim", "farewell", "load"}
 
 // readTransitions reads the tables of the package's documentation.
 func readTransitions(t testing.TB) transitionTable {

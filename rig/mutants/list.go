@@ -24,6 +24,7 @@ var mutants = []mutant{
 	{"claims-finished-twice", "P is told twice that D has aborted a claim"},
 	{"claim-looks-at-once", "a claim whose second P is gone too is looked up at once, and not after a while"},
 	{"silent-untold", "a P that does not answer is not told that D has lost its claim"},
+	{"unnamed-untold", "a P whose engine has not named a transfer in time is not told that D has ended its load"},
 	{"lost-untold", "the engine does not hear of a claim whose P is gone"},
 	{"lost-twice", "each part of a claim that comes to nothing is reported"},
 	{"lost-forgotten", "a load of a claim that was reported begins anew"},
