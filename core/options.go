@@ -64,5 +64,6 @@ func def[T int | time.Duration](v *T, unset T) {
 // have them.
 type Transition struct {
 	Half, From, Event, To string // From "-": the half begins; To "-": it has ended
-	Actions               string // those of this half that the event brought about, sorted, each once
+	Guard                 string // of a row that has one; "" in the table of offers, which has none
+	Actions               string // of a row with a guard: all, sorted; else those that the event brought about, each once
 }

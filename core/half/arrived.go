@@ -158,11 +158,11 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 	switch {
 	case c != nil && c.peer == f.From:
 		if f.Code != core.OK && c.state.atPeer() && !fault.On("claim-forgets-end") {
-			h.loseClaim(c, Ending{f.Code.AtPeer(), f.Reason})
+			h.loseClaim(c, whenFailed, Ending{f.Code.AtPeer(), f.Reason})
 		}
 	case ld != nil && ld.peer == f.From:
 		if f.Code != core.OK { // P's OK ends no load: only the transport knows whether all bytes have landed
-			h.endLoad(now, ld, Ending{f.Code.AtPeer(), f.Reason}, false)
+			h.endLoad(now, ld, whenFailed, Ending{f.Code.AtPeer(), f.Reason}, false)
 		}
 	case (c != nil || ld != nil) && h.offers[ID(f.ID)] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
 	default:

@@ -13,21 +13,29 @@ import (
 type claimState uint8
 
 const (
-	claimNone       claimState = iota // before its begin and after its end
-	claimResolving                    // P's agent is being looked up
-	claimBackoff                      // no agent was found; it is looked up again at retryAt
-	claimAsked                        // P's agent is known; it has not answered the claim
-	claimKept                         // P keeps the transfer
-	claimRelocating                   // P's agent is gone; the agent in its place is being looked up
-	claimVoid                         // P has given the transfer up; a load comes to the same end
+	claimNone         claimState = iota // before its begin and after its end
+	claimResolving                      // P's agent is being looked up
+	claimBackoff                        // no agent was found; it is looked up again at retryAt
+	claimAsked                          // P's agent is known; it has not answered the claim
+	claimKept                           // P keeps the transfer
+	claimRelocating                     // P's agent is gone; the agent in its place is being looked up
+	claimBackoffAgain                   // no agent was found in its place; one is looked up again at retryAt
+	claimAskedAgain                     // the agent in its place is known; it has not answered the claim
+	claimVoid                           // P has given the transfer up; a load comes to the same end
 )
 
 func (s claimState) String() string {
-	return [...]string{"-", "resolving", "backoff", "asked", "kept", "relocating", "void"}[s]
+	return [...]string{"-", "resolving", "backoff", "asked", "kept", "relocating", "backoff-again", "asked-again", "void"}[s]
 }
 
 // atPeer says whether the claim is renewed at a P agent.
-func (s claimState) atPeer() bool { return s == claimAsked || s == claimKept }
+func (s claimState) atPeer() bool { return s.unanswered() || s == claimKept }
+
+// unanswered says whether the P agent that the claim is with has not answered it.
+func (s claimState) unanswered() bool { return s == claimAsked || s == claimAskedAgain }
+
+// backsOff says whether the claim waits for its next look-up.
+func (s claimState) backsOff() bool { return s == claimBackoff || s == claimBackoffAgain }
 
 // lookedUp says whether the claim waits for Resolved.
 func (s claimState) lookedUp() bool { return s == claimResolving || s == claimRelocating }
@@ -37,7 +45,7 @@ type claim struct {
 	asked
 	state     claimState
 	until     time.Time  // end of a claim that no load follows
-	retryAt   time.Time  // in claimBackoff
+	retryAt   time.Time  // in claimBackoff and claimBackoffAgain
 	replaceBy time.Time  // Options.ReportClaims, with P gone: when another agent must have been found in its place; zero: no bound
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
@@ -92,41 +100,46 @@ func (h *Set) Claim(now time.Time, r core.ClaimRequest) {
 	h.begin(now)
 	h.seq++
 	c := &claim{asked: asked{id: ID(r.ID), seq: h.seq, from: r.From, token: r.Token, since: now}, until: now.Add(h.opt.Claim)}
-	h.claimTo(c, claimResolving, c.lookUp(false))
+	h.claimTo(c, Always, claimResolving, c.lookUp(false))
 }
 
-// claimTo performs one row of the table: it sets the claim's next state, and wants the row's actions.
-func (h *Set) claimTo(c *claim, next claimState, does ...core.Action) {
+// claimTo performs one row of the table, that of the claim's state, of the event and of the guard: it sets the claim's next state,
+// and wants the row's actions.
+func (h *Set) claimTo(c *claim, guard Guard, next claimState, does ...core.Action) {
 	switch claimNone {
 	case next:
 		h.claims.drop(c.id)
 	case c.state:
-		h.farewells.drop(c.id)
+		h.voidFarewell(c.id)
 		h.claims.put(c.id, c)
 	}
-	h.taken.moved("claim", c.id, c.state, next)
+	h.taken.row("claim", c.id, guard, c.state, next, does)
 	c.state = next
-	h.Act(does...)
+	h.actions = append(h.actions, does...)
 }
 
 func (h *Set) claimResolved(now time.Time, c *claim, e core.Resolved) {
 	switch {
 	case e.Code == core.Unreachable && fault.On("claim-dropped"):
-		h.DropClaim(c.id, Ending{e.Code, e.Reason})
+		h.DropClaim(c.id, whenNotFound, Ending{e.Code, e.Reason})
 		return
 	case e.Code == core.Unreachable: // P's agent may not be up yet
-		h.claimLater(now, c)
+		h.claimLater(now, c, whenNotFound)
 		return
 	case e.Code != core.OK:
-		h.loseClaim(c, Ending{e.Code, e.Reason})
+		h.loseClaim(c, whenRefused, Ending{e.Code, e.Reason})
 		return
 	}
 	c.replaceBy = time.Time{}
 	if reason := h.found(now, &c.asked, e); reason != "" {
-		h.loseClaim(c, Ending{core.PeerLost, reason})
+		h.loseClaim(c, whenReplaced, Ending{core.PeerLost, reason})
 		return
 	}
-	h.claimTo(c, claimAsked)
+	next := claimAsked
+	if c.state == claimRelocating {
+		next = claimAskedAgain
+	}
+	h.claimTo(c, whenFound, next)
 	h.watch(now, c.peer)
 	if p := h.peers[c.peer]; !p.fresh {
 		p.fresh = true // a thousand claims that come one by one make two messages
@@ -137,18 +150,13 @@ func (h *Set) claimResolved(now time.Time, c *claim, e core.Resolved) {
 }
 
 // claimLater has a claim wait for its next look-up: no agent was found for it.
-func (h *Set) claimLater(now time.Time, c *claim) {
-	h.claimTo(c, claimBackoff)
-	c.peer, c.retryAt = "", now.Add(h.opt.PeerTimeout)
-}
-
-func (h *Set) claimAgain(c *claim) {
-	state := claimResolving
-	if c.former != "" {
-		state = claimRelocating
+func (h *Set) claimLater(now time.Time, c *claim, guard Guard) {
+	next := claimBackoffAgain
+	if c.state == claimResolving {
+		next = claimBackoff
 	}
-	c.peer = ""
-	h.claimTo(c, state, c.lookUp(true))
+	h.claimTo(c, guard, next)
+	c.peer, c.retryAt = "", now.Add(h.opt.PeerTimeout)
 }
 
 // claimAnswered handles P's answer to the renewal of a claim, or of a load that P keeps like a claim. If P has no place
@@ -168,12 +176,12 @@ func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answ
 	switch {
 	case c != nil && (c.peer != peer || !c.state.atPeer()), ld != nil && (ld.peer != peer || !ld.state.kept()): // it is old
 	case c != nil && end.Code != core.OK:
-		h.loseClaim(c, end)
+		h.loseClaim(c, whenOver, end)
 	case c != nil:
-		h.claimTo(c, claimKept)
+		h.claimTo(c, whenKept, claimKept)
 		c.keeper = c.peer
 	case ld != nil && end.Code != core.OK:
-		h.endLoad(now, ld, end, false)
+		h.endLoad(now, ld, whenOver, end, false)
 	case ld != nil:
 		ld.keeper = ld.peer
 	}
@@ -181,41 +189,45 @@ func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answ
 
 // claimPeerGone: P's agent does not answer any more. absent: nobody listens there.
 func (h *Set) claimPeerGone(now time.Time, c *claim, heard time.Time, absent bool, reason string) {
+	end := Ending{core.PeerLost, reason}
 	switch {
-	case c.state == claimKept || c.former != "" && h.opt.ReportClaims: // as a load would end
-		if !absent {
-			h.Act(core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: core.PeerLost, Reason: reason})
-		}
-		h.loseClaim(c, Ending{core.PeerLost, reason})
-	case c.former != "":
-		c.former = c.peer
-		h.claimLater(now, c)
-	default:
-		c.former = c.peer
+	case c.state == claimAsked:
 		h.Count.Retries++
-		h.Act(core.Forget{Peer: c.peer, Gone: true})
 		if h.opt.ReportClaims {
 			// After a silence hardly any time is left: the claim gets as much as it takes to
 			// find and ask an agent.
 			c.replaceBy = later(later(heard, c.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
 		}
-		h.claimAgain(c)
+		c.former, c.peer = c.peer, ""
+		h.claimTo(c, Always, claimRelocating, core.Forget{Peer: c.former, Gone: true}, c.lookUp(true))
+	case c.state == claimAskedAgain && !h.opt.ReportClaims:
+		c.former = c.peer
+		if fault.On("claim-looks-at-once") {
+			c.peer = ""
+			h.claimTo(c, whenRetried, claimRelocating, c.lookUp(true))
+			return
+		}
+		h.claimLater(now, c, whenRetried)
+	case absent: // as a load would end
+		h.loseClaim(c, whenAbsent, end)
+	case fault.On("silent-untold"):
+		h.loseClaim(c, whenSilent, end)
+	default:
+		h.loseClaim(c, whenSilent, end, core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: core.PeerLost, Reason: reason})
 	}
 }
 
-// loseClaim ends a claim that cannot succeed any more. Without Options.ReportClaims the
-// claim stays, void, for the load that may follow.
-func (h *Set) loseClaim(c *claim, end Ending) {
-	if h.opt.ReportClaims && !(fault.On("lost-untold") && end.Code == core.PeerLost) {
-		h.claimLost(c, end)
-	}
-	c.end = end
-	h.claimTo(c, claimVoid)
+// loseClaim ends a claim that cannot succeed any more. Unless who stands above drops it, the claim stays, void, for the
+// load that may follow.
+func (h *Set) loseClaim(c *claim, guard Guard, end Ending, does ...core.Action) {
+	h.claimLost(c, guard, claimVoid, end, does...)
 }
 
-// claimLost tells that a claim cannot succeed any more.
-func (h *Set) claimLost(c *claim, end Ending) {
+// claimLost performs a row that tells that a claim cannot succeed any more.
+func (h *Set) claimLost(c *claim, guard Guard, next claimState, end Ending, does ...core.Action) {
 	c.lostIn, c.end = c.state, end
+	h.claimTo(c, guard, next, does...)
+	h.taken.word("claim", c.id, "Lost")
 	h.outcomes = append(h.outcomes, outcome{claim: c})
 }
 
@@ -225,18 +237,23 @@ func (c *claim) report(now time.Time) core.Report {
 }
 
 // DropClaim ends a claim, and says whether there was one. If P is known or being looked up, P is told.
-func (h *Set) DropClaim(id ID, end Ending) bool {
+func (h *Set) DropClaim(id ID, guard Guard, end Ending) bool {
 	c := h.claims.byID[id]
-	switch {
-	case c == nil:
+	if c == nil {
 		return false
-	case c.state.atPeer() && !fault.On("no-finish-of-claims") && !(fault.On("lost-others-untold") && h.taken.event == "PartFails"):
-		h.claimTo(c, claimNone, core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: end.Code, Reason: end.Reason})
-	case c.state.lookedUp() && end.Code == core.Cancelled:
-		h.claimTo(c, claimNone)
+	}
+	was, finish := c.state, core.SendFinish{Peer: c.peer, ID: core.TransferID(c.id), Code: end.Code, Reason: end.Reason}
+	if was.atPeer() && fault.On("claims-finished-twice") {
+		h.claimTo(c, guard, claimNone, finish, finish)
+	} else if was.atPeer() && !fault.On("no-finish-of-claims") && !(fault.On("lost-others-untold") && h.taken.event == "PartFails") {
+		h.claimTo(c, guard, claimNone, finish)
+	} else {
+		h.claimTo(c, guard, claimNone)
+	}
+	h.taken.word("claim", id, "Ended")
+	if was.lookedUp() && end.Code == core.Cancelled {
+		h.taken.word("claim", id, "Farewell")
 		h.farewell(c.asked, end)
-	default:
-		h.claimTo(c, claimNone)
 	}
 	h.restPeers()
 	h.outcomes = append(h.outcomes, outcome{claim: c, over: true})
@@ -248,20 +265,24 @@ func (h *Set) DropClaim(id ID, end Ending) bool {
 func (h *Set) tickClaim(now time.Time, c *claim) {
 	switch {
 	case passed(now, c.replaceBy):
-		h.claimLost(c, Ending{core.PeerLost, c.noSuccessor()})
+		h.claimLost(c, whenNoSuccessor, c.state, Ending{core.PeerLost, c.noSuccessor()})
 	case now.Before(c.until):
-		h.claimAgain(c)
+		next := claimResolving
+		if c.state == claimBackoffAgain {
+			next = claimRelocating
+		}
+		h.claimTo(c, whenDue, next, c.lookUp(true))
 	default:
 		reason := fmt.Sprintf("the decode engine has claimed transfer %q and not loaded it for %v", h.name(c.id), h.opt.Claim)
 		if h.opt.ReportClaims {
-			h.claimLost(c, Ending{core.Expired, reason})
+			h.claimLost(c, whenTold, c.state, Ending{core.Expired, reason})
 			return
 		}
-		h.DropClaim(c.id, Ending{core.Cancelled, reason})
+		h.DropClaim(c.id, whenExpired, Ending{core.Cancelled, reason})
 	}
 }
 
 // due says whether tickClaim has something to do.
 func (c *claim) due(now time.Time) bool {
-	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state == claimBackoff && !now.Before(c.retryAt) || passed(now, c.replaceBy)
+	return !now.Before(c.until) && !fault.On("claim-for-ever") || c.state.backsOff() && !now.Before(c.retryAt) || passed(now, c.replaceBy)
 }

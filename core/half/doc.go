@@ -3,120 +3,140 @@
 //
 // # The states
 //
-// Each half is in one of the states below, which claim.go, load.go and offer.go explain.
+// Each half is in one of the states below, which claim.go, farewell.go, load.go and offer.go explain.
 // "-" stands for no half: before its begin and after its end. A row is mostly one call of
 // claimTo, loadTo or offerTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or
-// one of three that an event may bring about: FanOut (a D names the first part of a
-// transfer), PartFails (another part of the same fan-in has failed), PeerGone (a P agent
-// does not answer any more). A moment that has not passed in time is a MomentFailed too.
+// one of five that an event may bring about: Divided (what was found to have several ranks goes on as one half for
+// each), FanOut (a D names the first part of a transfer), Lost (the engine has been told of a lost claim), PartFails (another
+// part of the same fan-in has failed), PeerGone (a P agent does not answer any more). A moment that has not passed in time is a
+// MomentFailed too.
 //
-// An action with "?" happens in some of the cases only: the parts of a fan-in or
-// fan-out have one Report together, and a peer that is gone, or that has said the end
-// itself, is told nothing. Abandon is not in the tables: it ends a half in any state
-// and only reports it. TestSim and TestTranscripts hold the machine to these tables.
-// TestSim lists the transitions that the simulator never takes.
+// The tables of claims, farewells and loads are functions: the state, the event and the guard decide the next state and all actions.
+// [Guard] names the cases, "-" where there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which
+// the row goes. What has no row changes nothing and wants nothing. Among the actions, Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any
+// more and, if it is a load, is to end when its fence has returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found.
 //
-// Claims (D), of which claimPeerGone says what P's death makes of one:
+// In the table of offers an action with "?" happens in some of the cases only: the parts of a fan-out have one Report
+// together, and a peer that is gone, or that has said the end itself, is told nothing. Abandon is not in it: it ends an offer
+// in any state and only reports it. TestSim and TestTranscripts hold the machine to all tables.
+// core/machine/testdata/table/untaken.txt has those of their rows that no seed of TestSim takes, each with the reason.
 //
-//	from        event                            to          actions
-//	-           ClaimRequest                     resolving   Resolve
-//	-           ResolvedParts                    asked
-//	-           ResolvedParts                    relocating  Resolve
-//	resolving   Resolved                         asked
-//	resolving   Resolved                         backoff
-//	resolving   Resolved                         void
-//	resolving   Resolved                         relocating  Resolve
-//	resolving   LoadRequest                      -           Resolve
-//	resolving   Cancel Close ResolvedParts       -
-//	resolving   Resolved Tick                    -           Report?
-//	backoff     Tick                             resolving   Resolve
-//	backoff     Tick                             relocating  Resolve
-//	backoff     LoadRequest                      -           Resolve
-//	backoff     Cancel Close                     -
-//	backoff     Tick PartFails                   -           Report?
-//	asked       RenewReplied                     kept
-//	asked       FinishMessage RenewReplied       void
-//	asked       PeerGone                         relocating  Resolve
-//	asked       PeerGone                         backoff
-//	asked       PeerGone                         -           Report? Resolve? SendFinish?
-//	asked       LoadRequest                      -           Resolve? SendFinish?
-//	asked       Cancel Close                     -           SendFinish
-//	asked       FinishMessage RenewReplied Tick  -           Report? SendFinish?
-//	asked       PartFails                        -           SendFinish
-//	kept        FinishMessage RenewReplied       void
-//	kept        PeerGone                         void        SendFinish?
-//	kept        PeerGone                         -           Report? SendFinish?
-//	kept        LoadRequest                      -           Resolve? SendFinish?
-//	kept        Cancel Close                     -           SendFinish
-//	kept        FinishMessage RenewReplied Tick  -           Report? SendFinish?
-//	kept        PartFails                        -           SendFinish
-//	relocating  Resolved                         asked
-//	relocating  Resolved                         backoff
-//	relocating  Resolved                         void
-//	relocating  LoadRequest                      -           Resolve
-//	relocating  Cancel Close                     -
-//	relocating  ResolvedParts                    -           Report?
-//	relocating  Resolved                         -           Report? SendFinish?
-//	relocating  Tick PartFails                   -           Report?
-//	void        LoadRequest                      -           Resolve?
-//	void        Cancel Close Tick                -
+// Claims (D):
+//
+//	from                                         event                        guard         to             actions
+//	-                                            ClaimRequest                 -             resolving      Resolve
+//	-                                            Divided                      resolving     resolving
+//	-                                            Divided                      relocating    relocating
+//	resolving                                    Resolved                     found         asked
+//	resolving                                    Resolved                     not-found     backoff
+//	relocating                                   Resolved                     found         asked-again
+//	relocating                                   Resolved                     not-found     backoff-again
+//	relocating                                   Resolved                     replaced      void           Lost
+//	resolving relocating                         Resolved                     refused       void           Lost
+//	resolving relocating                         ResolvedParts                -             -
+//	backoff                                      Tick                         due           resolving      Resolve
+//	backoff-again                                Tick                         due           relocating     Resolve
+//	asked asked-again kept                       RenewReplied                 kept          kept
+//	asked asked-again kept                       RenewReplied                 over          void           Lost
+//	asked asked-again kept                       FinishMessage                failed        void           Lost
+//	asked                                        PeerGone                     -             relocating     Forget Resolve
+//	asked-again                                  PeerGone                     retried       backoff-again
+//	asked-again kept                             PeerGone                     silent        void           Lost SendFinish
+//	asked-again kept                             PeerGone                     absent        void           Lost
+//	relocating backoff-again                     Tick                         no-successor  =              Lost
+//	asked asked-again kept resolving relocating  Tick                         told          =              Lost
+//	backoff backoff-again                        Tick                         told          =              Lost
+//	asked asked-again kept                       Tick                         expired       -              Ended SendFinish
+//	resolving relocating                         Tick                         expired       -              Ended Farewell
+//	backoff backoff-again void                   Tick                         expired       -              Ended
+//	any                                          LoadRequest                  same          -
+//	asked asked-again kept                       LoadRequest                  other         -              Ended SendFinish
+//	resolving relocating                         LoadRequest                  other         -              Ended Farewell
+//	backoff backoff-again void                   LoadRequest                  other         -              Ended
+//	asked asked-again kept                       Cancel Close Lost PartFails  -             -              Ended SendFinish
+//	resolving relocating                         Cancel Lost                  -             -              Ended Farewell
+//	relocating                                   PartFails                    -             -              Ended Farewell
+//	resolving relocating                         Close                        -             -              Ended
+//	backoff backoff-again void                   Cancel Close Lost            -             -              Ended
+//	backoff-again void                           PartFails                    -             -              Ended
+//	any                                          Abandon                      -             -
+//
+// Farewells (D), each of a claim or load that has ended while P was looked up:
+//
+//	from  event                             guard      to    actions
+//	-     Cancel Close LoadRequest Lost     -          kept
+//	-     MomentFailed PartFails            -          kept
+//	-     Remapped Tick                     -          kept
+//	kept  Resolved                          found      -     SendFinish
+//	kept  Resolved                          not-found  -
+//	kept  ResolvedParts                     -          -     SendFinish+
+//	kept  ClaimRequest LoadRequest Divided  -          -
+//	kept  Close Abandon                     -          -
 //
 // Loads (D):
 //
-//	from        event                            to          actions
-//	-           LoadRequest                      resolving   Resolve SendFinish?
-//	-           LoadRequest                      relocating  Resolve
-//	-           LoadRequest ResolvedParts        expecting   Expect
-//	-           LoadRequest ResolvedParts        awaiting
-//	-           LoadRequest ResolvedParts        ending      Expect Revoke SendFinish
-//	resolving   Resolved                         expecting   Expect
-//	resolving   Resolved                         awaiting
-//	resolving   MomentFailed                     -           Report?
-//	resolving   Resolved ResolvedParts           -           Report? SendFinish?
-//	resolving   Cancel Close Remapped            -           Report
-//	relocating  Resolved                         expecting   Expect
-//	relocating  Resolved                         awaiting
-//	relocating  MomentFailed                     -           Report?
-//	relocating  Resolved ResolvedParts           -           Report? SendFinish?
-//	relocating  Cancel Close Tick PartFails      -           Report?
-//	relocating  Remapped                         -           Report?
-//	awaiting    MomentPassed                     expecting   Expect
-//	awaiting    PeerGone                         relocating  Resolve
-//	awaiting    PeerGone RenewReplied            -           Report? SendFinish?
-//	awaiting    FinishMessage                    -           Report?
-//	awaiting    MomentFailed PartFails Remapped  -           Report? SendFinish
-//	awaiting    Cancel Close Tick                -           Report? SendFinish
-//	expecting   Expecting                        requesting  SendLoad
-//	expecting   Expecting                        moving      Revoke
-//	expecting   Expecting FinishMessage          ending      Revoke SendFinish?
-//	expecting   RenewReplied                     ending      Revoke
-//	expecting   Cancel Close PartFails Tick      ending      Revoke SendFinish
-//	expecting   Remapped                         ending      Revoke SendFinish
-//	expecting   Received                         -           Report? SendFinish
-//	expecting   Received                         ending      Revoke SendFinish
-//	requesting  LoadAnswered                     waiting
-//	requesting  LoadAnswered                     moving      Revoke
-//	requesting  LoadAnswered FinishMessage       ending      Revoke SendFinish?
-//	requesting  RestartMessage                   restarting  Revoke
-//	requesting  Received                         -           Report? SendFinish
-//	requesting  Received                         ending      Revoke SendFinish
-//	requesting  Cancel Close PartFails Tick      ending      Revoke SendFinish
-//	requesting  Remapped                         ending      Revoke SendFinish
-//	waiting     Received                         -           Report? SendFinish
-//	waiting     Received                         ending      Revoke SendFinish
-//	waiting     FinishMessage RenewReplied       ending      Revoke SendFinish?
-//	waiting     RestartMessage RenewReplied      restarting  Revoke
-//	waiting     PeerGone                         ending      Revoke SendFinish?
-//	waiting     Cancel Close PartFails Tick      ending      Revoke SendFinish
-//	waiting     Remapped                         ending      Revoke SendFinish
-//	moving      Revoked                          relocating  Resolve
-//	moving      Cancel Close FinishMessage       ending
-//	moving      PartFails Remapped               ending
-//	restarting  Revoked                          expecting   Expect
-//	restarting  Cancel Close PartFails Remapped  ending      SendFinish
-//	restarting  Tick                             ending      SendFinish
-//	restarting  FinishMessage RenewReplied       ending
-//	ending      Revoked                          -           Report?
+//	from                          event                            guard         to          actions
+//	-                             LoadRequest                      fresh         resolving   Resolve
+//	-                             LoadRequest                      resolving     resolving   Resolve
+//	-                             LoadRequest                      relocating    relocating  Resolve
+//	-                             LoadRequest                      void          -           Ended
+//	-                             LoadRequest                      empty         -           Ended SendFinish
+//	-                             LoadRequest                      moment        awaiting
+//	-                             LoadRequest                      ready         expecting   Expect
+//	-                             Divided                          resolving     resolving
+//	-                             Divided                          relocating    relocating
+//	resolving relocating          ResolvedParts                    -             -
+//	resolving relocating          Resolved                         empty         -           Ended SendFinish
+//	resolving relocating          Resolved                         moment        awaiting
+//	resolving relocating          Resolved                         ready         expecting   Expect
+//	resolving relocating          Resolved                         refused       -           Ended
+//	relocating                    Resolved                         replaced      -           Ended
+//	relocating                    Tick                             no-successor  -           Ended
+//	awaiting                      MomentPassed                     ready         expecting   Expect
+//	awaiting                      PeerGone                         first         relocating  Resolve
+//	awaiting                      PeerGone                         silent        -           Ended SendFinish
+//	awaiting                      PeerGone                         absent        -           Ended
+//	expecting                     Expecting                        armed         requesting  SendLoad
+//	expecting                     Expecting                        outdated      moving      Forget Revoke
+//	expecting                     Expecting                        broken        ending      Lost Revoke SendFinish
+//	requesting                    LoadAnswered                     accepted      waiting
+//	requesting                    LoadAnswered                     absent        moving      Forget Revoke
+//	requesting                    LoadAnswered                     hello         moving      Forget Revoke
+//	requesting                    LoadAnswered                     absent-again  ending      Lost Revoke
+//	requesting                    LoadAnswered                     hello-again   ending      Lost Revoke
+//	requesting                    LoadAnswered                     refused       ending      Lost Revoke
+//	requesting                    LoadAnswered                     unanswered    ending      Lost Revoke SendFinish
+//	requesting waiting            RestartMessage                   restart       restarting  Revoke
+//	waiting                       RenewReplied                     restart       restarting  Revoke
+//	waiting                       RenewReplied                     unnamed       ending      Lost Revoke SendFinish
+//	waiting                       RenewReplied                     unknown       ending      Lost Revoke
+//	waiting                       RenewReplied                     missing       ending      Lost Revoke
+//	waiting                       PeerGone                         silent        ending      Lost Revoke SendFinish
+//	waiting                       PeerGone                         absent        ending      Lost Revoke
+//	expecting requesting waiting  Received                         whole         -           Ended SendFinish
+//	expecting requesting waiting  Received                         broken        ending      Lost Revoke SendFinish
+//	moving                        Revoked                          -             relocating  Resolve
+//	restarting                    Revoked                          ready         expecting   Expect
+//	ending                        Revoked                          -             -           Ended
+//	awaiting                      RenewReplied                     over          -           Ended
+//	expecting waiting             RenewReplied                     over          ending      Lost Revoke
+//	restarting                    RenewReplied                     over          ending      Lost
+//	awaiting                      FinishMessage                    failed        -           Ended
+//	expecting requesting waiting  FinishMessage                    failed        ending      Lost Revoke
+//	moving restarting             FinishMessage                    failed        ending      Lost
+//	awaiting                      Tick                             late          -           Ended SendFinish
+//	expecting requesting waiting  Tick                             late          ending      Lost Revoke SendFinish
+//	expecting                     Tick                             held          ending      Lost Revoke SendFinish
+//	restarting                    Tick                             held          ending      Lost SendFinish
+//	resolving relocating          MomentFailed                     -             -           Ended Farewell
+//	awaiting                      MomentFailed                     -             -           Ended SendFinish
+//	resolving relocating          Cancel Close Remapped            -             -           Ended Farewell
+//	relocating                    PartFails                        -             -           Ended Farewell
+//	awaiting                      Cancel Close PartFails Remapped  -             -           Ended SendFinish
+//	expecting requesting waiting  Cancel Close PartFails Remapped  -             ending      Lost Revoke SendFinish
+//	moving                        Cancel Close PartFails Remapped  -             ending      Lost
+//	restarting                    Cancel Close PartFails Remapped  -             ending      Lost SendFinish
+//	any                           Abandon                          -             -           Ended
 //
 // Offers (P):
 //

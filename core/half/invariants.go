@@ -65,7 +65,12 @@ func (h *Set) checkClaims() {
 		invariants.Must((c.state == claimVoid) == (c.end.Code != core.OK), "claim %q in state %v ends as %v", id, c.state, c.end.Code)
 		invariants.Must(!c.state.lookedUp() || c.peer == "", "claim %q is with %q in state %v", id, c.peer, c.state)
 		invariants.Must((c.state == claimKept) == (c.keeper != "") || c.state == claimVoid, "claim %q is kept by %q in state %v", id, c.keeper, c.state)
-		invariants.Must((c.state != claimRelocating || c.former != "") && (c.state != claimResolving || c.former == ""), "claim %q was with %q in state %v", id, c.former, c.state)
+		switch c.state {
+		case claimResolving, claimBackoff, claimAsked:
+			invariants.Must(c.former == "", "claim %q was with %q in state %v", id, c.former, c.state)
+		case claimRelocating, claimBackoffAgain, claimAskedAgain:
+			invariants.Must(c.former != "", "claim %q was with nobody in state %v", id, c.state)
+		}
 		invariants.Must(!c.state.atPeer() || h.peers[c.peer] != nil, "claim %q is kept by %q, which nobody watches", id, c.peer)
 	}
 }

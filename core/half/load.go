@@ -57,19 +57,20 @@ type load struct {
 	stats   core.TransferStats
 }
 
-// loadTo performs one row of the table: it sets the load's next state, and wants the row's actions.
-func (h *Set) loadTo(ld *load, next loadState, does ...core.Action) {
+// loadTo performs one row of the table, that of the load's state, of the event and of the guard: it sets the load's next state,
+// and wants the row's actions.
+func (h *Set) loadTo(ld *load, guard Guard, next loadState, does ...core.Action) {
 	switch loadNone {
 	case next:
 		h.loads.drop(ld.id)
 		h.awaitNot(ld.after)
 	case ld.state:
-		h.farewells.drop(ld.id)
+		h.voidFarewell(ld.id)
 		h.loads.put(ld.id, ld)
 	}
-	h.taken.moved("load", ld.id, ld.state, next)
+	h.taken.row("load", ld.id, guard, ld.state, next, does)
 	ld.state = next
-	h.Act(does...)
+	h.actions = append(h.actions, does...)
 }
 
 // Load begins a load, in place of the transfer's claim if there is one. rank says that it is from a rank of an engine, beside others.
@@ -88,15 +89,15 @@ func (h *Set) Load(now time.Time, r core.LoadRequest, rank bool) {
 		h.continueClaim(now, ld, c)
 		return
 	case c != nil:
-		h.DropClaim(c.id, Ending{core.Cancelled, "the decode engine loads it from another engine"})
+		h.DropClaim(c.id, WhenOther, Ending{core.Cancelled, "the decode engine loads it from another engine"})
 	}
-	h.loadTo(ld, loadResolving, ld.lookUp(false))
+	h.loadTo(ld, whenFresh, loadResolving, ld.lookUp(false))
 }
 
 // continueClaim begins a load at the point that its claim has reached.
 func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
 	was, seq, token := c.state, ld.seq, ld.token
-	h.claimTo(c, claimNone)
+	h.claimTo(c, whenSame, claimNone)
 	ld.asked, ld.until = c.asked, now.Add(h.patience())
 	ld.seq, ld.token = seq, token
 	h.nameLater(now, ld)
@@ -109,11 +110,11 @@ func (h *Set) continueClaim(now time.Time, ld *load, c *claim) {
 		if ld.Count() == 0 { // P has let go of it already
 			ld.end = Ending{core.OK, NothingToLoad}
 		}
-		h.reportLoad(ld)
-	case ld.former == "":
-		h.loadTo(ld, loadResolving, ld.lookUp(false))
+		h.reportLoad(ld, whenVoid)
+	case was == claimResolving, was == claimBackoff:
+		h.loadTo(ld, whenResolving, loadResolving, ld.lookUp(false))
 	default:
-		h.loadTo(ld, loadRelocating, ld.lookUp(false))
+		h.loadTo(ld, whenRelocating, loadRelocating, ld.lookUp(false))
 	}
 }
 
@@ -131,31 +132,31 @@ const NothingToLoad = "nothing to load"
 func (h *Set) proceed(now time.Time, ld *load) {
 	if ld.Count() == 0 {
 		ld.end = Ending{core.OK, NothingToLoad}
-		h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: core.OK, Reason: NothingToLoad})
+		h.reportLoad(ld, whenEmpty, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: core.OK, Reason: NothingToLoad})
 		return
 	}
 	h.watch(now, ld.peer)
 	ld.begun, ld.endedIn = now, ""
 	if ld.after != 0 && !fault.On("written-before-its-moment") {
-		h.loadTo(ld, loadAwaiting)
+		h.loadTo(ld, whenMoment, loadAwaiting)
 		return
 	}
 	ld.held = now
-	h.loadTo(ld, loadExpecting, core.Expect{ID: core.TransferID(ld.id), Peer: ld.peer, Selection: ld.Selection})
+	h.loadTo(ld, whenReady, loadExpecting, core.Expect{ID: core.TransferID(ld.id), Peer: ld.peer, Selection: ld.Selection})
 }
 
 func (h *Set) loadResolved(now time.Time, ld *load, e core.Resolved) {
-	end := Ending{e.Code, e.Reason}
+	end, guard := Ending{e.Code, e.Reason}, whenRefused
 	if e.Code == core.OK {
 		reason := h.found(now, &ld.asked, e)
 		if reason == "" {
 			h.proceed(now, ld)
 			return
 		}
-		end = Ending{core.PeerLost, reason}
+		end, guard = Ending{core.PeerLost, reason}, whenReplaced
 	}
 	ld.end = end
-	h.reportLoad(ld)
+	h.reportLoad(ld, guard)
 }
 
 func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
@@ -165,12 +166,12 @@ func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
 	}
 	switch {
 	case e.Err != nil && ld.former == "" && !errors.Is(e.Err, core.ErrMemory):
-		h.move(ld, now.Add(h.patience()), false) // what is remembered of P is out of date, most likely
+		h.move(ld, whenOutdated, now.Add(h.patience()), false) // what is remembered of P is out of date, most likely
 	case e.Err != nil:
-		h.endLoad(now, ld, Ending{core.Failed, e.Err.Error()}, true)
+		h.endLoad(now, ld, whenBroken, Ending{core.Failed, e.Err.Error()}, true)
 	default:
 		ld.grant = e.Grant
-		h.loadTo(ld, loadRequesting, core.SendLoad{ID: core.TransferID(ld.id), Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
+		h.loadTo(ld, whenArmed, loadRequesting, core.SendLoad{ID: core.TransferID(ld.id), Seq: ld.seq, Peer: ld.peer, Grant: ld.grant, Selection: ld.Selection, Prompt: ld.prompt, Lease: h.opt.Lease})
 	}
 }
 
@@ -181,35 +182,38 @@ func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
 	}
 	switch {
 	case e.Answer == core.LoadAccepted:
-		h.loadTo(ld, loadWaiting)
+		h.loadTo(ld, whenAccepted, loadWaiting)
 		h.watch(now, ld.peer)
 		h.peers[ld.peer].heard = now
 	case e.Answer == core.LoadAbsent && ld.former == "" && ld.keeper == "":
-		h.move(ld, ld.begun.Add(h.patience()), true)
+		h.move(ld, whenAbsent, ld.begun.Add(h.patience()), true)
 	case e.Answer == core.LoadAbsent:
-		h.endLoad(now, ld, Ending{core.PeerLost, e.Reason}, false)
+		h.endLoad(now, ld, whenAbsentAgain, Ending{core.PeerLost, e.Reason}, false)
 	case e.Answer == core.LoadSayHello && ld.former == "":
-		h.move(ld, now.Add(h.patience()), false)
+		h.move(ld, whenHello, now.Add(h.patience()), false)
 	case e.Answer == core.LoadSayHello:
-		h.endLoad(now, ld, Ending{core.Failed, e.Reason}, false)
+		h.endLoad(now, ld, whenHelloAgain, Ending{core.Failed, e.Reason}, false)
 	default: // without an answer P may have the load all the same
-		code := peerFailure(e.Code)
-		h.endLoad(now, ld, Ending{code, e.Reason}, code == core.PeerLost)
+		code, guard := peerFailure(e.Code), whenRefused
+		if code == core.PeerLost {
+			guard = whenUnanswered
+		}
+		h.endLoad(now, ld, guard, Ending{code, e.Reason}, guard == whenUnanswered)
 	}
 }
 
 // move looks P's agent up once more for a load. Another agent may have taken its place, and
 // must be found by until. gone says that nobody listens as the former agent.
-func (h *Set) move(ld *load, until time.Time, gone bool) {
+func (h *Set) move(ld *load, guard Guard, until time.Time, gone bool) {
 	ld.former, ld.until = ld.peer, until
 	h.Count.Retries++
-	h.Act(core.Forget{Peer: ld.peer, Gone: gone})
+	forget := core.Forget{Peer: ld.peer, Gone: gone}
 	if fault.On("no-fence-again") {
 		ld.peer = ""
-		h.loadTo(ld, loadRelocating, ld.lookUp(true))
+		h.loadTo(ld, guard, loadRelocating, forget, ld.lookUp(true))
 		return
 	}
-	h.fence(ld, loadMoving)
+	h.fence(ld, guard, loadMoving, forget)
 }
 
 // restartLoad handles P's message that P has withdrawn the blocks of the load whose grant has
@@ -226,7 +230,7 @@ func (h *Set) restartLoad(now time.Time, ld *load, which string) {
 		return
 	}
 	ld.held = now
-	h.fence(ld, loadRestarting)
+	h.fence(ld, whenRestart, loadRestarting)
 }
 
 func (h *Set) StepReceived(now time.Time, e core.Received) {
@@ -237,11 +241,11 @@ func (h *Set) StepReceived(now time.Time, e core.Received) {
 	ld.stats = e.Stats
 	if e.Err != nil {
 		// P may live, though its connections broke, and hold blocks for this load.
-		h.endLoad(now, ld, Ending{transportCode(e.Err), "receiving from prefill agent " + string(ld.peer) + ": " + e.Err.Error()}, true)
+		h.endLoad(now, ld, whenBroken, Ending{transportCode(e.Err), "receiving from prefill agent " + string(ld.peer) + ": " + e.Err.Error()}, true)
 		return
 	}
 	// The bytes are all here: the transport has nothing left to fence.
-	h.reportLoad(ld, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: core.OK})
+	h.reportLoad(ld, whenWhole, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: core.OK})
 }
 
 func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
@@ -254,9 +258,9 @@ func (h *Set) StepRevoked(now time.Time, e core.Revoked) {
 		h.proceed(now, ld)
 	case loadMoving:
 		ld.peer, ld.endedIn = "", "" // the old agent's last words do not count
-		h.loadTo(ld, loadRelocating, ld.lookUp(true))
+		h.loadTo(ld, Always, loadRelocating, ld.lookUp(true))
 	case loadEnding:
-		h.reportLoad(ld)
+		h.reportLoad(ld, Always)
 	}
 }
 
@@ -264,22 +268,22 @@ func (h *Set) loadRenewed(now time.Time, ld *load, a core.Answer) {
 	switch a.Status {
 	case core.StatusEarly:
 		if passed(now, ld.nameBy) { // the agent took the place of the one that had the request
-			h.endLoad(now, ld, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, h.name(ld.id))}, true)
+			h.endLoad(now, ld, whenUnnamed, Ending{core.NotOffered, fmt.Sprintf("prefill agent %s was opened after this load was made, and its engine has not named transfer %q", ld.peer, h.name(ld.id))}, !fault.On("unnamed-untold"))
 		}
 	case core.StatusUnknown:
-		h.endLoad(now, ld, Ending{core.PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, h.name(ld.id))}, false)
+		h.endLoad(now, ld, whenUnknown, Ending{core.PeerLost, fmt.Sprintf("prefill agent %s does not know transfer %q any more", ld.peer, h.name(ld.id))}, false)
 	case core.StatusEnded:
-		h.endLoad(now, ld, Ending{peerFailure(a.Code), a.Reason}, false)
+		h.endLoad(now, ld, whenOver, Ending{peerFailure(a.Code), a.Reason}, false)
 	case core.StatusRestart:
 		h.restartLoad(now, ld, a.Reason)
 	case core.StatusSent:
 		// The last bytes may be on their way, but not for several rounds.
 		if fault.On("word-alone") {
-			h.endLoad(now, ld, Ending{}, false)
+			h.endLoad(now, ld, whenMissing, Ending{}, false)
 			return
 		}
 		if ld.sent++; ld.sent >= 3 {
-			h.endLoad(now, ld, Ending{core.Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, h.name(ld.id))}, false)
+			h.endLoad(now, ld, whenMissing, Ending{core.Failed, fmt.Sprintf("prefill agent %s has sent transfer %q, but bytes are missing", ld.peer, h.name(ld.id))}, false)
 		}
 	}
 }
@@ -292,59 +296,70 @@ func (h *Set) EndLoad(now time.Time, id ID, end Ending) bool {
 		return false
 	case ld.rank && fault.On("others-not-fenced"):
 		ld.end = end
-		h.Act(core.Revoke{ID: core.TransferID(id)})
-		h.reportLoad(ld)
+		h.reportLoad(ld, Always, core.Revoke{ID: core.TransferID(id)})
 	default:
-		h.endLoad(now, ld, end, true)
+		h.endLoad(now, ld, Always, end, true)
 	}
 	return true
 }
 
 // endLoad brings D's half to an end other than success; tell says whether P must be told.
 // A load that is ending already keeps its first end.
-func (h *Set) endLoad(now time.Time, ld *load, end Ending, tell bool) {
+func (h *Set) endLoad(now time.Time, ld *load, guard Guard, end Ending, tell bool) {
 	if ld.state == loadEnding {
 		return
 	}
 	ld.end = end
+	var does []core.Action
+	farewell := false
 	switch {
 	case !tell, ld.state == loadMoving: // nobody is there
-	case ld.state.lookedUp():
-		if !fault.On("farewell-forgotten") { // the engine gets its blocks back now; P must still hear of it
-			h.farewell(ld.asked, end)
-		}
+	case ld.state.lookedUp(): // the engine gets its blocks back now; P must still hear of it
+		farewell = !fault.On("farewell-forgotten")
 	case !(fault.On("no-finish") && end.Code == core.Cancelled):
-		h.Act(core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: end.Code, Reason: end.Reason})
+		does = append(does, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: end.Code, Reason: end.Reason})
 	}
 	switch {
 	case ld.state.lookedUp(), ld.state == loadAwaiting: // nothing is armed
-		h.reportLoad(ld)
+		h.leaveLoad(ld, guard, does...)
+		if farewell {
+			h.taken.word("load", ld.id, "Farewell")
+			h.farewell(ld.asked, end)
+		}
+		h.restPeers()
 		return
 	case !ld.state.armed():
-		h.loadTo(ld, loadEnding)
+		h.loadTo(ld, guard, loadEnding, does...)
 	default:
-		h.fence(ld, loadEnding)
+		h.fence(ld, guard, loadEnding, does...)
 		if fault.On("no-fence") {
-			h.reportLoad(ld)
+			h.reportLoad(ld, guard)
 			return
 		}
 	}
+	h.taken.word("load", ld.id, "Lost")
 	h.outcomes = append(h.outcomes, outcome{load: ld})
 }
 
 // fence has the transport give up the load's blocks; next is the state that follows.
-func (h *Set) fence(ld *load, next loadState) {
+func (h *Set) fence(ld *load, guard Guard, next loadState, does ...core.Action) {
 	ld.endedIn = ld.state.String()
-	h.loadTo(ld, next, core.Revoke{ID: core.TransferID(ld.id)})
+	h.loadTo(ld, guard, next, append(does, core.Revoke{ID: core.TransferID(ld.id)})...)
 }
 
-// reportLoad is the only way out of the map of loads.
-func (h *Set) reportLoad(ld *load, does ...core.Action) {
+// reportLoad ends a load, of which nothing more is to be said to P.
+func (h *Set) reportLoad(ld *load, guard Guard, does ...core.Action) {
+	h.leaveLoad(ld, guard, does...)
+	h.restPeers()
+}
+
+// leaveLoad is the only way out of the map of loads.
+func (h *Set) leaveLoad(ld *load, guard Guard, does ...core.Action) {
 	if ld.endedIn == "" {
 		ld.endedIn = ld.state.String()
 	}
-	h.loadTo(ld, loadNone, does...)
-	h.restPeers()
+	h.loadTo(ld, guard, loadNone, does...)
+	h.taken.word("load", ld.id, "Ended")
 	h.outcomes = append(h.outcomes, outcome{load: ld, over: true})
 }
 

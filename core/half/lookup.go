@@ -7,14 +7,6 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// farewell keeps an end that P must still be told: the engine has cancelled the claim or
-// load while D was looking P's agent up. It is kept until P is found. A new claim or load
-// of the id voids it, since P then hears of the id by the new one.
-func (h *Set) farewell(a asked, end Ending) {
-	a.end = end
-	h.farewells.put(a.id, &a)
-}
-
 // restPeers forgets all P agents if nothing waits for one. Tick forgets them one by one, but
 // a machine that is not busy may get no Tick.
 func (h *Set) restPeers() {
@@ -27,52 +19,70 @@ func (h *Set) restPeers() {
 // them are made before the first goes on, since that one may learn that its agent is gone, and then end the others.
 func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
 	if f := h.farewells.byID[ID(r.ID)]; f != nil && f.seq == r.Seq {
+		var tell []core.Action
 		for i := range r.Found {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
 				break
 			}
-			h.Act(core.SendFinish{Peer: r.Found[i].Peer, ID: ids[i], Code: f.end.Code, Reason: f.end.Reason})
+			tell = append(tell, f.finish(r.Found[i].Peer, ids[i]))
 		}
-		h.dropFarewell(f)
+		h.endFarewell(f, Always, tell...)
+		h.restPeers()
 	}
 	seq, after := h.seq+1, core.Moment(0)
 	if c := h.claims.byID[ID(r.ID)]; c != nil && c.seq == r.Seq && c.state.lookedUp() {
 		was := c.state
-		h.claimTo(c, claimNone)
+		h.claimTo(c, Always, claimNone)
 		h.above.Divided(now, c.report(now), ids, r.Found)
+		undo := h.Because("Divided")
 		for i := range r.Found {
 			h.seq++
 			part := *c // what was tried before
 			part.id, part.seq, part.from, part.rank = ID(ids[i]), h.seq, r.Found[i].From, true
-			h.claimTo(&part, was)
+			h.claimTo(&part, dividedIn(was == claimRelocating), was)
 		}
+		undo()
 	}
 	if ld := h.loads.byID[ID(r.ID)]; ld != nil && ld.seq == r.Seq && ld.state.lookedUp() {
 		was := ld.state
 		after, ld.after = ld.after, 0 // its moment is awaited until the parts await it
-		h.loadTo(ld, loadNone)
+		h.loadTo(ld, Always, loadNone)
 		h.above.Divided(now, ld.report(now), ids, r.Found)
+		undo := h.Because("Divided")
 		for i := range r.Found {
 			h.seq++
 			part := *ld // what was claimed or tried before
 			part.id, part.seq, part.from, part.rank = ID(ids[i]), h.seq, r.Found[i].From, true
 			part.Selection = ld.Cut(h.layout, r.Found[i].Regions)
 			h.loadAfter(now, &part, fault.Pick("found-parts-at-once", after, 0))
-			h.loadTo(&part, was)
+			h.loadTo(&part, dividedIn(was == loadRelocating), was)
 		}
+		undo()
 	}
+	undo := h.Because("Resolved")
 	for i := range r.Found {
 		h.StepResolved(now, core.Resolved{ID: ids[i], Seq: seq + uint64(i), Peer: r.Found[i].Peer, Opened: r.Found[i].Opened})
 	}
+	undo()
 	h.awaitNot(after)
+}
+
+// dividedIn is the guard of the parts of a claim or load that is divided.
+func dividedIn(relocating bool) Guard {
+	if relocating {
+		return whenRelocating
+	}
+	return whenResolving
 }
 
 func (h *Set) StepResolved(now time.Time, e core.Resolved) {
 	if f := h.farewells.byID[ID(e.ID)]; f != nil && f.seq == e.Seq {
 		if e.Code == core.OK {
-			h.Act(core.SendFinish{Peer: e.Peer, ID: e.ID, Code: f.end.Code, Reason: f.end.Reason})
+			h.endFarewell(f, whenFound, f.finish(e.Peer, e.ID))
+		} else {
+			h.endFarewell(f, whenNotFound)
 		}
-		h.dropFarewell(f)
+		h.restPeers()
 	}
 	if c := h.claims.byID[ID(e.ID)]; c != nil && (c.seq == e.Seq || fault.On("stale-answer")) && c.state.lookedUp() {
 		h.claimResolved(now, c, e)
@@ -80,11 +90,6 @@ func (h *Set) StepResolved(now time.Time, e core.Resolved) {
 	if ld := h.loads.byID[ID(e.ID)]; ld != nil && (ld.seq == e.Seq || fault.On("stale-answer")) && ld.state.lookedUp() {
 		h.loadResolved(now, ld, e)
 	}
-}
-
-func (h *Set) dropFarewell(f *asked) {
-	h.farewells.drop(f.id)
-	h.restPeers()
 }
 
 // found notes the agent that was found for a half. It says why this agent cannot know the request; "" if it can.

@@ -74,7 +74,7 @@ func (h *Set) momentFails(now time.Time, at core.Moment, how string) {
 		return Ending{core.Failed, fmt.Sprintf("transfer %q waited for moment %d of the %s engine, and that moment %s", h.name(id), at, engine, how)}
 	}
 	h.awaitedBy(now, at, func(of *Offer) { h.EndOffer(now, of, end(of.id, "prefill"), true) },
-		func(ld *load) { h.endLoad(now, ld, end(ld.id, "decode"), true) })
+		func(ld *load) { h.endLoad(now, ld, Always, end(ld.id, "decode"), true) })
 }
 
 // awaitedBy removes a moment, and calls offer or load for each half that waits for it.
@@ -118,13 +118,17 @@ func (h *Set) loadPassed(now time.Time, ld *load) {
 // nobody listens as the agent.
 func (h *Set) loadPeerGone(now time.Time, ld *load, heard time.Time, absent bool, reason string) {
 	if ld.state == loadWaiting || ld.keeper != "" || ld.former != "" {
-		h.endLoad(now, ld, Ending{core.PeerLost, reason}, !absent)
+		guard := whenSilent
+		if absent {
+			guard = whenAbsent
+		}
+		h.endLoad(now, ld, guard, Ending{core.PeerLost, reason}, !absent)
 		return
 	}
 	h.Count.Retries++
 	ld.former, ld.until = ld.peer, later(later(heard, ld.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
 	ld.peer = ""
-	h.loadTo(ld, loadRelocating, ld.lookUp(true))
+	h.loadTo(ld, whenFirst, loadRelocating, ld.lookUp(true))
 }
 
 // checkMoments checks what waits; only in builds with the tag "invariants".

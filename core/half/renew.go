@@ -76,7 +76,7 @@ func (h *Set) renewals(now time.Time) (list map[core.AgentID]*core.SendRenew, us
 			continue
 		}
 		r := at(c.peer)
-		if c.state == claimAsked || h.peers[c.peer].due(now) && !fault.On("claim-not-renewed") {
+		if c.state.unanswered() || h.peers[c.peer].due(now) && !fault.On("claim-not-renewed") {
 			r.Claims = append(r.Claims, core.TransferID(id))
 		}
 	}
@@ -187,7 +187,7 @@ func (h *Set) tickLookups(now time.Time) {
 		return ld.state == loadRelocating && !now.Before(ld.until) && !fault.On("waits-for-successor")
 	}
 	for ld := range turns(h, now, h.loads.byID, late) {
-		h.endLoad(now, ld, Ending{core.PeerLost, ld.noSuccessor()}, false)
+		h.endLoad(now, ld, whenNoSuccessor, Ending{core.PeerLost, ld.noSuccessor()}, false)
 	}
 	for c := range turns(h, now, h.claims.byID, func(c *claim) bool { return c.due(now) }) {
 		h.tickClaim(now, c)

@@ -189,13 +189,13 @@ func (h *Set) Tick(now time.Time) {
 // Close ends all halves.
 func (h *Set) Close(now time.Time) {
 	end, ofOffers := Ending{core.Closed, "the decode agent was closed"}, Ending{core.Closed, "the prefill agent was closed"}
-	h.endAll(now, func(c *claim) { h.DropClaim(c.id, end) }, func(ld *load) { h.EndLoad(now, ld.id, end) },
+	h.endAll(now, func(c *claim) { h.DropClaim(c.id, Always, end) }, func(ld *load) { h.EndLoad(now, ld.id, end) },
 		func(of *Offer) { h.EndOffer(now, of, ofOffers, true) })
 }
 
 // Abandon ends all halves at once, and tells nobody but who stands above.
 func (h *Set) Abandon(now time.Time) {
-	h.endAll(now, func(c *claim) { h.claimTo(c, claimNone) }, func(ld *load) { h.reportLoad(ld) },
+	h.endAll(now, func(c *claim) { h.claimTo(c, Always, claimNone) }, func(ld *load) { h.reportLoad(ld, Always) },
 		func(of *Offer) { h.reportOffer(now, of, core.TransferStats{}) })
 }
 
@@ -206,9 +206,7 @@ func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer 
 	for ld := range turns(h, now, h.loads.byID, nil) {
 		load(ld)
 	}
-	// P hears no more of what was being looked up. The end of another part may have made
-	// farewells just now.
-	h.farewells = newHalves[*asked]()
+	h.voidFarewells() // the end of another part may have made some just now
 	h.restPeers()
 	for of := range turns(h, now, h.offers, nil) {
 		offer(of)

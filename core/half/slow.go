@@ -13,12 +13,12 @@ import (
 // the end at once. D's engine gets its blocks when the fence has returned.
 func (h *Set) tickLoads(now time.Time) {
 	for ld := range turns(h, now, h.loads.byID, func(ld *load) bool { return h.slow(now, ld) || h.stuck(now, ld) }) {
-		reason := fmt.Sprintf("prefill agent %s has not sent it within %v (load_timeout_s); the load is %s", ld.peer, h.opt.Load, ld.state)
+		guard, reason := whenLate, fmt.Sprintf("prefill agent %s has not sent it within %v (load_timeout_s); the load is %s", ld.peer, h.opt.Load, ld.state)
 		if !h.slow(now, ld) {
-			reason = fmt.Sprintf("the decode agent's memory was not ready within %v (moment_timeout_s): "+
+			guard, reason = whenHeld, fmt.Sprintf("the decode agent's memory was not ready within %v (moment_timeout_s): "+
 				"its driver does not answer, most likely; the load is %s", h.opt.MomentTimeout, ld.state)
 		}
-		h.endLoad(now, ld, Ending{core.Failed, reason}, true)
+		h.endLoad(now, ld, guard, Ending{core.Failed, reason}, true)
 	}
 }
 

@@ -20,12 +20,15 @@ type observer struct {
 
 type observed struct {
 	core.Transition
-	id ID
+	id   ID
+	row  bool     // its table has guards
+	does []string // of a row: its actions, and what it tells who stands above
 }
 
 type observedAct struct {
 	id         ID
-	name, half string // half "": of any
+	name, half string // half "": of an offer, else of none
+	of         bool   // one that has changed its state
 }
 
 // Because names what an event has brought about, for the halves that it reaches, until
@@ -48,7 +51,31 @@ func (o *observer) moved(half string, id ID, before, after fmt.Stringer) {
 			return
 		}
 	}
-	o.halves = append(o.halves, observed{core.Transition{Half: half, From: from, Event: o.event, To: to}, id})
+	o.halves = append(o.halves, observed{core.Transition{Half: half, From: from, Event: o.event, To: to}, id, false, nil})
+}
+
+// row notes one row of a table that has guards.
+func (o *observer) row(half string, id ID, guard Guard, before, after fmt.Stringer, does []core.Action) {
+	if o.tell == nil {
+		return
+	}
+	r := observed{core.Transition{Half: half, From: before.String(), Event: o.event, Guard: guard.String(), To: after.String()}, id, true, nil}
+	for _, a := range does {
+		r.does = append(r.does, reflect.TypeOf(a).Name())
+	}
+	o.halves = append(o.halves, r)
+}
+
+// word adds to the row that a half has just taken what the half says besides its actions.
+func (o *observer) word(half string, id ID, name string) {
+	if o.tell == nil {
+		return
+	}
+	if n := len(o.halves); n > 0 && o.halves[n-1].row && o.halves[n-1].Half == half && o.halves[n-1].id == id {
+		o.halves[n-1].does = append(o.halves[n-1].does, name)
+		return
+	}
+	o.halves = append(o.halves, observed{core.Transition{Half: half, From: "?", Event: o.event, Guard: "?", To: "?"}, id, true, []string{name}})
 }
 
 // Act wants actions done, in this order.
@@ -61,8 +88,8 @@ func (h *Set) Act(list ...core.Action) {
 	}
 }
 
-// actors says, by an action's type, which half wants the action; "": any half may. A Report itself says which half it is of.
-var actors = map[string]string{"Resolve": "", "Expect": "load", "SendLoad": "load", "Revoke": "load",
+// actors says, by an action's type, which half wants the action; "": an offer, if one changes its state. What claims, farewells and loads want stands in their rows. A Report itself says which half it is of.
+var actors = map[string]string{"Resolve": "", "Expect": "", "SendLoad": "", "Revoke": "",
 	"Write": "offer", "StopWrite": "offer", "SendRestart": "offer", "SendFinish": "", "Report": ""}
 
 // note notes an action. An action of the fan-in or fan-out itself belongs to no half.
@@ -76,26 +103,33 @@ func (o *observer) note(a core.Action) {
 		}
 	}
 	if known {
-		o.acts = append(o.acts, observedAct{ID(v.FieldByName("ID").String()), name, half})
+		o.acts = append(o.acts, observedAct{ID(v.FieldByName("ID").String()), name, half, false})
 	}
 }
 
-// end tells the transitions that the event has brought about.
+// end tells the transitions that the event has brought about. An action that belongs to none is told as one of no half.
 func (o *observer) end() {
 	for i := range o.halves {
 		h := &o.halves[i]
-		if h.From == h.To {
-			continue
-		}
-		var names []string
-		for _, a := range o.acts {
-			if a.id == h.id && (a.half == h.Half || a.half == "") && !slices.Contains(names, a.name) {
-				names = append(names, a.name)
+		names := h.does
+		for i := range o.acts {
+			if a := &o.acts[i]; !h.row && a.id == h.id && (a.half == h.Half || a.half == "") {
+				if a.of = true; !slices.Contains(names, a.name) {
+					names = append(names, a.name)
+				}
 			}
+		}
+		if !h.row && h.From == h.To {
+			continue
 		}
 		slices.Sort(names)
 		h.Actions = strings.Join(names, " ")
 		o.tell(h.Transition)
+	}
+	for _, a := range o.acts {
+		if a.half == "" && !a.of {
+			o.tell(core.Transition{Half: "none", From: "?", Event: o.event, To: "?", Actions: a.name})
+		}
 	}
 	o.halves, o.acts = o.halves[:0], o.acts[:0]
 }

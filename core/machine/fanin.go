@@ -69,7 +69,7 @@ func (m *Machine) loadClaimedParts(now time.Time, r core.LoadRequest) bool {
 		return false
 	}
 	if c.from != r.From || fault.On("found-claim-lost") {
-		m.dropClaim(r.ID, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
+		m.dropClaim(r.ID, half.WhenOther, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
 		return false
 	}
 	delete(m.fans.claims, r.ID)
@@ -93,14 +93,14 @@ func (m *Machine) endLoad(now time.Time, id core.TransferID, end half.Ending) bo
 }
 
 // dropClaim ends a claim, or the parts of one, and says whether there was one.
-func (m *Machine) dropClaim(id core.TransferID, end half.Ending) bool {
+func (m *Machine) dropClaim(id core.TransferID, guard half.Guard, end half.Ending) bool {
 	f := m.fans.claims[id]
 	if f == nil {
-		return m.halves.DropClaim(half.ID(id), end)
+		return m.halves.DropClaim(half.ID(id), guard, end)
 	}
 	delete(m.fans.claims, id)
 	for _, part := range f.ids {
-		m.halves.DropClaim(half.ID(part), end)
+		m.halves.DropClaim(half.ID(part), guard, end)
 	}
 	return true
 }
@@ -140,28 +140,30 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 	m.halves.Act(all)
 }
 
-// ClaimEnded takes a claim's end. If the claim was lost, the engine is told, and so is P
+// ClaimEnded takes a claim's end. If the claim was lost and the engine wants to hear of it, the engine is told, and so is P
 // unless P knows it. If the claim is a part, the other parts end too, as those of a load do
 // when the first fails.
 func (m above) ClaimEnded(r core.Report, over bool) {
 	whole := !isPart(r.ID)
 	f := m.fans.claims[nameOf(r.ID)] // nil: all parts have been dropped already
 	switch {
-	case whole && over, !whole && f == nil:
+	case whole && over, !whole && f == nil, !over && (!m.opt.ReportClaims || fault.On("lost-untold") && r.Code == core.PeerLost):
 		return
 	case over:
 		if f.left--; f.left == 0 {
 			delete(m.fans.claims, f.id)
 		}
 		return
-	case !whole:
+	case whole:
+		defer m.halves.Because("Lost")()
+	default:
 		defer m.halves.Because("PartFails")()
 		r.ID, r.From = f.id, f.from
 		if fault.On("lost-twice") {
 			m.halves.Act(r)
 		}
 	}
-	m.dropClaim(r.ID, half.Ending{Code: core.Cancelled, Reason: r.Reason})
+	m.dropClaim(r.ID, half.Always, half.Ending{Code: core.Cancelled, Reason: r.Reason})
 	m.halves.Count.ClaimsLost++
 	if !fault.On("lost-forgotten") {
 		m.lost.Put(r.ID, r)

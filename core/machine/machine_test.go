@@ -55,6 +55,9 @@ func (s *script) end() {
 			s.t.Errorf("%s: left at the end: %+v", name, left)
 		}
 	}
+	if transcript, of := strings.CutPrefix(s.t.Name(), "TestTranscripts/"); of { // those of seeds end otherwise than the seeds
+		s.table.checkUntakenBy(s.t, transcript)
+	}
 }
 
 func (s *script) run(c *coretest.Command) string {

@@ -1,9 +1,11 @@
 package machine_test
 
 import (
+	"fmt"
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"maps"
 	"regexp"
 	"slices"
 	"strings"
@@ -25,18 +27,23 @@ func parsed(t testing.TB, name string) *ast.File {
 // transitionTable is the transitions in doc.go.
 type transitionTable map[transitionKey]*transitionRow
 
-type transitionKey struct{ half, from, event, to string }
+// transitionKey is what a row is found by. In a table that is a function it has a guard and no next state.
+type transitionKey struct{ half, from, event, guard, to string }
 
 type transitionRow struct {
+	to            string
 	always, maybe []string // actions
 	taken         bool
 }
+
+// functions are the halves whose tables have guards: a state, an event and a guard decide all.
+var functions = []string{"claim", "farewell", "load"}
 
 // readTransitions reads the tables of the package's documentation.
 func readTransitions(t testing.TB) transitionTable {
 	t.Helper()
 	columns := regexp.MustCompile(`\s{2,}`)
-	heads := map[string]string{"Claims (D), of which claimPeerGone says what P's death makes of one:": "claim", "Loads (D):": "load", "Offers (P):": "offer"}
+	heads := map[string]string{"Claims (D):": "claim", "Farewells (D), each of a claim or load that has ended while P was looked up:": "farewell", "Loads (D):": "load", "Offers (P):": "offer"}
 	table, half := transitionTable{}, ""
 	for line := range strings.Lines(parsed(t, "../half/doc.go").Doc.Text()) {
 		text := strings.TrimSpace(line)
@@ -46,11 +53,16 @@ func readTransitions(t testing.TB) transitionTable {
 		if half == "" || !strings.HasPrefix(line, "\t") || strings.HasPrefix(text, "from ") {
 			continue
 		}
-		cells := columns.Split(text, -1)
-		if len(cells) < 3 || len(cells) > 4 {
+		cells, guard := columns.Split(text, -1), ""
+		function := slices.Contains(functions, half)
+		if function && len(cells) > 3 {
+			guard = cells[2]
+			cells = slices.Delete(cells, 2, 3)
+		}
+		if len(cells) < 3 || len(cells) > 4 || function && guard == "" {
 			t.Fatalf("doc.go: a row has %d columns: %q", len(cells), text)
 		}
-		row := &transitionRow{}
+		row := &transitionRow{to: cells[2]}
 		if len(cells) == 4 {
 			for _, name := range strings.Fields(cells[3]) {
 				if bare, maybe := strings.CutSuffix(name, "?"); maybe {
@@ -60,13 +72,29 @@ func readTransitions(t testing.TB) transitionTable {
 				}
 			}
 		}
-		for _, event := range strings.Fields(cells[1]) {
-			key := transitionKey{half, cells[0], event, cells[2]}
-			if table[key] != nil {
-				t.Errorf("doc.go: %v stands twice", key)
+		if function && row.maybe != nil {
+			t.Errorf("doc.go: a row has an action that happens in some cases only: %q", text)
+		}
+		slices.Sort(row.always)
+		froms := strings.Fields(cells[0])
+		if cells[0] == "any" {
+			froms = stateNames(t, half)
+		}
+		for _, from := range froms {
+			for _, event := range strings.Fields(cells[1]) {
+				key := transitionKey{half, from, event, guard, row.to}
+				if function {
+					key.to = ""
+				}
+				if table[key] != nil {
+					t.Errorf("doc.go: %v stands twice", key)
+				}
+				one := *row
+				if one.to == "=" {
+					one.to = from
+				}
+				table[key] = &one
 			}
-			one := *row
-			table[key] = &one
 		}
 	}
 	if len(table) < 100 {
@@ -75,36 +103,67 @@ func readTransitions(t testing.TB) transitionTable {
 	return table
 }
 
-// check fails for a transition that the tables do not have, or have with other actions.
-func (table transitionTable) check(t testing.TB, c core.Transition) {
-	t.Helper()
-	if c.Event == "Abandon" && c.To == "-" && (c.Actions == "" || c.Actions == "Report") {
-		return
+// take says what is wrong with a transition that the tables do not have, or have with other actions; "": nothing is.
+func (table transitionTable) take(c core.Transition) string {
+	if slices.Contains(functions, c.Half) {
+		return table.takeExact(c)
 	}
-	row := table[transitionKey{c.Half, c.From, c.Event, c.To}]
+	if c.Event == "Abandon" && c.To == "-" && (c.Actions == "" || c.Actions == "Report") {
+		return ""
+	}
+	row := table[transitionKey{c.Half, c.From, c.Event, c.Guard, c.To}]
 	if row == nil {
-		t.Errorf("doc.go has no transition of a %s from %s by %s to %s (%s)", c.Half, c.From, c.Event, c.To, c.Actions)
-		return
+		return fmt.Sprintf("doc.go has no transition of a %s from %s by %s to %s (%s)", c.Half, c.From, c.Event, c.To, c.Actions)
 	}
 	row.taken = true
 	did := strings.Fields(c.Actions)
 	for _, name := range row.always {
 		if !slices.Contains(did, name) {
-			t.Errorf("a %s went from %s by %s to %s without %s, with %q", c.Half, c.From, c.Event, c.To, name, c.Actions)
+			return fmt.Sprintf("a %s went from %s by %s to %s without %s, with %q", c.Half, c.From, c.Event, c.To, name, c.Actions)
 		}
 	}
 	for _, name := range did {
 		if !slices.Contains(row.always, name) && !slices.Contains(row.maybe, name) {
-			t.Errorf("a %s went from %s by %s to %s with %s, which doc.go does not have", c.Half, c.From, c.Event, c.To, name)
+			return fmt.Sprintf("a %s went from %s by %s to %s with %s, which doc.go does not have", c.Half, c.From, c.Event, c.To, name)
 		}
+	}
+	return ""
+}
+
+// takeExact is take where the table is a function: the next state and the actions are the row's, each as often as there.
+func (table transitionTable) takeExact(c core.Transition) string {
+	row := table[transitionKey{half: c.Half, from: c.From, event: c.Event, guard: c.Guard}]
+	if row == nil {
+		return fmt.Sprintf("doc.go has no row of a %s in %s by %s, guard %s (to %s with %q)", c.Half, c.From, c.Event, c.Guard, c.To, c.Actions)
+	}
+	row.taken = true
+	did := strings.Fields(c.Actions)
+	if len(row.always) == 1 && len(did) > 0 {
+		if one, some := strings.CutSuffix(row.always[0], "+"); some && one == did[0] {
+			did = append(slices.Compact(did)[1:], row.always[0])
+		}
+	}
+	if row.to != c.To || !slices.Equal(row.always, did) {
+		return fmt.Sprintf("a %s went from %s by %s, guard %s, to %s with %q, and by doc.go it goes to %s with %q",
+			c.Half, c.From, c.Event, c.Guard, c.To, c.Actions, row.to, strings.Join(row.always, " "))
+	}
+	return ""
+}
+
+// check fails for a transition that the tables do not have.
+func (table transitionTable) check(t testing.TB, c core.Transition) {
+	t.Helper()
+	if wrong := table.take(c); wrong != "" {
+		t.Error(wrong)
 	}
 }
 
-// never lists the transitions that were not taken.
-func (table transitionTable) never() (out []string) {
+// rows lists the rows for which want is true.
+func (table transitionTable) rows(want func(*transitionRow) bool) (out []string) {
 	for key, row := range table {
-		if !row.taken {
-			out = append(out, strings.Join([]string{key.half, key.from, key.event, key.to}, " "))
+		if want(row) {
+			words := []string{key.half, key.from, key.event, key.guard, row.to}
+			out = append(out, strings.Join(slices.DeleteFunc(words, func(w string) bool { return w == "" }), " "))
 		}
 	}
 	slices.Sort(out)
@@ -145,10 +204,24 @@ func TestStepTakesEachEvent(t *testing.T) {
 	}
 }
 
-// stateNames are what the states of a half are called, as their String has them.
-func stateNames(t testing.TB, half string) (names []string) {
+// stateNames are what the states of a half are called.
+func stateNames(t testing.TB, half string) []string {
 	t.Helper()
-	for _, d := range parsed(t, "../half/"+half+".go").Decls {
+	least := 6
+	if half == "farewell" {
+		least = 1
+	}
+	names := stringsOf(t, half)
+	if len(names) < least {
+		t.Fatalf("a %s has the states %v", half, names)
+	}
+	return names
+}
+
+// stringsOf are what the String of a file of core/half has, except "-".
+func stringsOf(t testing.TB, file string) (names []string) {
+	t.Helper()
+	for _, d := range parsed(t, "../half/"+file+".go").Decls {
 		if fn, ok := d.(*ast.FuncDecl); ok && fn.Name.Name == "String" {
 			ast.Inspect(fn, func(n ast.Node) bool {
 				if lit, ok := n.(*ast.BasicLit); ok && lit.Value != `"-"` {
@@ -158,24 +231,35 @@ func stateNames(t testing.TB, half string) (names []string) {
 			})
 		}
 	}
-	if len(names) < 6 {
-		t.Fatalf("a %s has the states %v", half, names)
-	}
 	return names
+}
+
+// TestGuards: each guard of the code is in the tables, and each of the tables in the code.
+func TestGuards(t *testing.T) {
+	guards, inRows := stringsOf(t, "guard"), map[string]bool{}
+	for key := range readTransitions(t) {
+		if key.guard != "" && key.guard != "-" {
+			inRows[key.guard] = true
+		}
+	}
+	rows := slices.Sorted(maps.Keys(inRows))
+	if slices.Sort(guards); !slices.Equal(guards, rows) || len(guards) < 10 {
+		t.Errorf("the guards of the code are %v, and those of the tables are %v", guards, rows)
+	}
 }
 
 // TestTransitions: each state of the code is in the tables, and each state and event of the tables in
 // the code. TestSim and TestTranscripts check what happens.
 func TestTransitions(t *testing.T) {
-	states := map[string]map[string]bool{"claim": {}, "load": {}, "offer": {}}
-	for key := range readTransitions(t) {
-		for _, s := range []string{key.from, key.to} {
+	states := map[string]map[string]bool{"claim": {}, "farewell": {}, "load": {}, "offer": {}}
+	for key, row := range readTransitions(t) {
+		for _, s := range []string{key.from, row.to} {
 			if s != "-" {
 				states[key.half][s] = true
 			}
 		}
 	}
-	brought, known := []string{"FanOut", "PartFails", "PeerGone"}, eventTypes(t) // by an event
+	brought, known := []string{"Divided", "FanOut", "Lost", "PartFails", "PeerGone"}, eventTypes(t) // by an event
 	for key := range readTransitions(t) {
 		if !slices.Contains(brought, key.event) && !slices.Contains(known, key.event) {
 			t.Errorf("the tables have the event %s, which is no type of Event", key.event)
