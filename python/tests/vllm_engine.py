@@ -72,8 +72,12 @@ class Engine:
         layers: dict[str, Any] | None = None,
         prefixes: bool = True,
         extra: dict[str, Any] | None = None,
+        parallel: dict[str, int] | None = None,
     ) -> None:
-        """layers: of the model, with their specs; vLLM then makes the groups and the tensors. extra: kv_connector_extra_config."""
+        """layers: of the model, with their specs; vLLM then makes the groups and the tensors. extra: kv_connector_extra_config.
+
+        parallel: vLLM's options for the engine's sizes.
+        """
         one = {**OURS, "kv_role": role, "engine_id": f"engine-{role}", "kv_connector_extra_config": extra or {}}
         if beside is None:
             transfer = KVTransferConfig(**one, kv_load_failure_policy=policy)
@@ -96,10 +100,12 @@ class Engine:
             enable_prefix_caching=prefixes,
             kv_transfer_config=transfer,
             async_scheduling=async_scheduling,
+            **(parallel or {}),
             # As the engine finds by itself when the connector is one that supports it.
             disable_hybrid_kv_cache_manager=False,
         )
         config = args.create_engine_config()
+        self.block = BLOCK * config.parallel_config.decode_context_parallel_size  # tokens of the scheduler's blocks
         config.scheduler_config.async_scheduling = async_scheduling  # which the CPU's platform turns off
         if layers is None:
             caches = self._caches(config, blocks, windows or (0, WINDOW)[: 1 + hybrid])
@@ -225,11 +231,11 @@ class Engine:
         written = [set() for _ in self.scheduler.kv_cache_config.kv_cache_groups]  # by this step
         for req_id, scheduled in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
-            computed, first = request.num_computed_tokens, (request.num_computed_tokens - scheduled) // BLOCK
+            computed, first = request.num_computed_tokens, (request.num_computed_tokens - scheduled) // self.block
             if computed - scheduled >= request.num_prompt_tokens:  # it decodes, behind the prompt in the prompt's last block
-                first = max(first, -(-request.num_prompt_tokens // BLOCK))
+                first = max(first, -(-request.num_prompt_tokens // self.block))
             for blocks, all_of_them in zip(written, self.scheduler.kv_cache_manager.get_block_ids(req_id)):
-                blocks.update(all_of_them[first : -(-computed // BLOCK)])
+                blocks.update(all_of_them[first : -(-computed // self.block)])
         anybodys = set().union(*written)  # the groups have their blocks from one pool
         for transfer_id, held in self.given.items():  # what the agent reads
             for first, have, ready in zip(self.first[transfer_id], held, self.ready[transfer_id]):
@@ -247,10 +253,10 @@ class Engine:
                 prompt = request.num_prompt_tokens
                 assert not anybodys & set(have[: max(0, before - first)])
                 assert before <= after <= first + len(have)
-                assert before <= -(-(computed - scheduled) // BLOCK) and (
-                    before * BLOCK <= computed - scheduled or computed - scheduled >= prompt
+                assert before <= -(-(computed - scheduled) // self.block) and (
+                    before * self.block <= computed - scheduled or computed - scheduled >= prompt
                 )
-                assert after * BLOCK <= computed or (computed >= prompt and after == -(-prompt // BLOCK))
+                assert after * self.block <= computed or (computed >= prompt and after == -(-prompt // self.block))
                 assert 0 not in have  # vLLM's null block
             self.ready[work.transfer_id] = list(work.after)
         offers = {work.transfer_id: work for work in meta.offers}

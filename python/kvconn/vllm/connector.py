@@ -43,6 +43,7 @@ from .params import (
 )
 from .scheduler import SchedulerSide
 from .served import check_engine, count_replacements
+from .shards import dcp_size, shard_of
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
 
@@ -119,7 +120,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def _begin(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_parallel(vllm_config.parallel_config)
         check_engine(vllm_config)
-        groups = make_groups(kv_cache_config)
+        groups = make_groups(kv_cache_config, dcp_size(vllm_config.parallel_config))
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config or {}
         wait, early = idle_wait_s(extra, vllm_config.parallel_config), send_early(extra, vllm_config.parallel_config)
@@ -150,9 +151,10 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             self._scheduler.joined_by_request = self._name == PUSH
         else:
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
-            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name)
+            shard = shard_of(vllm_config.parallel_config, kv_cache_config)
+            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name, shard)
             count_replacements(vllm_config)
-            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS)
+            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS, shard)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):

@@ -3,6 +3,8 @@
 A group of full attention keeps every block. A group of a sliding window, or of attention in chunks, gives back the blocks
 that no later token attends to. vLLM puts the null block in their place, so the positions of the others stay. A group of
 states needs one block, the last one (states.py).
+
+Under decode context parallelism a block has the tokens of all ranks of a DCP group (shards.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from . import states
 from .kinds import refusal
 
 NULL_BLOCK = 0
+_LOSE_BLOCKS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,13 @@ def layer_specs(kv_cache_config: Any) -> Iterator[tuple[str, int, Any]]:
             yield name, place, getattr(spec, "kv_cache_specs", {}).get(name, spec)
 
 
-def make_groups(kv_cache_config: Any) -> list[Group]:
-    """The groups that take part; an error names a kind of cache that is not supported."""
+def is_dealt(spec: Any) -> bool:
+    """Whether the ranks of a DCP group deal out a group's tokens. A vLLM that does not say it deals out those of all but states."""
+    return bool(getattr(spec, "dcp_sharded", not states.of(spec)))
+
+
+def make_groups(kv_cache_config: Any, dcp_size: int = 1) -> list[Group]:
+    """The groups that take part; an error names a kind of cache that is not supported. dcp_size: the ranks of a DCP group."""
     made = []
     for number in transfer_groups(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[number]
@@ -77,13 +85,15 @@ def make_groups(kv_cache_config: Any) -> list[Group]:
             why = refusal(spec) or (refusal(whole) if whole is not spec else "") or (states.refusal(spec) if states.is_state(spec) else "")
             if getattr(group, "host_resident", False):
                 why = f"a KV cache of {kind} in a pool of the host is not supported"
+            if dcp_size > 1 and is_dealt(spec) and kind in _LOSE_BLOCKS:
+                why = f"a KV cache of {kind} with DCP = {dcp_size} is not supported: vLLM finds no cached prefix of such a one"
             if why:
                 raise ValueError(f"layer {layer}: {why}")
         # A group of full attention may have the field sliding_window too, and still keeps every block.
         made.append(
             Group(
                 number,
-                whole.block_size,
+                whole.block_size * (dcp_size if is_dealt(whole) else 1),
                 window=spec.sliding_window if kind == "SlidingWindowSpec" else 0,
                 retained=getattr(spec, "extra_retained_tokens", 0) if kind == "SlidingWindowSpec" else 0,
                 chunk=spec.attention_chunk_size if kind == "ChunkedLocalAttentionSpec" else 0,

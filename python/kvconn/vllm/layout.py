@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import states
-from .groups import layer_specs
+from .groups import is_dealt, layer_specs
 from .served import cache_dtype
+from .shards import WHOLE, Shard
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -96,15 +97,17 @@ def _other_dtype(vllm_config: Any, spec: Any) -> str:
     return dtype if dtype in _PLAIN_TYPES and dtype != cache_dtype(vllm_config) else ""
 
 
-def _meaning(vllm_config: Any, layer_name: str, spec: Any, backend: str) -> str:
+def _meaning(vllm_config: Any, layer_name: str, spec: Any, backend: str, shard: Shard) -> str:
     """What a block's bytes mean beside their geometry: the attention backend, the order that the backend has chosen for a
-    block (on CPU it depends on the processor), the mode of quantisation, and a type of numbers that is not the engine's.
+    block (on CPU it depends on the processor), the mode of quantisation, a type of numbers that is not the engine's, and the
+    rank's share of the tokens.
 
     It becomes a part of the region's name, so that a region moves only between engines in which its bytes mean the same.
     """
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
     order = getattr(layers.get(layer_name), "isa", None) if backend not in _BACKENDS_OF_ITEMS else None
     said = [backend, order if isinstance(order, str) else "", _quantisation(spec).replace("NONE", ""), _other_dtype(vllm_config, spec)]
+    said.append(shard.name if is_dealt(spec) else "")
     return f"[{','.join(filter(None, said))}]" if any(said) else ""
 
 
@@ -173,6 +176,7 @@ def make_regions(
     kv_cache_config: Any,
     regions_from_tensor: Callable[..., list[Any]],
     heads: Heads,
+    shard: Shard = WHOLE,
 ) -> list[Any]:
     """One region or more per layer, in the order of the layers; a tensor shared by layers is taken once."""
     group_of = {name: (place, spec) for name, place, spec in layer_specs(kv_cache_config)}
@@ -202,7 +206,7 @@ def make_regions(
         tensor, geometry = _with_geometry(tensor, dims, spec, kv_cache_config.num_blocks, heads, items)
         if _quantisation(spec) not in _PLAIN_QUANTISATION:
             geometry = {}  # scales lie among the numbers: that a block can be cut by heads or tokens is not known
-        named = name + _meaning(vllm_config, name, spec, backend)
+        named = name + _meaning(vllm_config, name, spec, backend, shard)
         regions.extend(regions_from_tensor(named, tensor, dims.block, place, **geometry))
     if not regions:
         raise ValueError(f"none of {len(kv_caches)} caches can be transferred")

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
 from .. import weights
 from ..types import Claim, Load
+from .shards import WHOLE, Shard
 
 BlockIds = list[list[int]]  # one list per KV cache group, in the order of the prompt
 
@@ -76,16 +77,20 @@ class LoadWork(OfPrompt):
         """The silent load in the place of one that cannot be made."""
         return LoadWork(self.req_id, self.transfer_id, self.bootstrap_addr, self.engine_id, [], [])
 
-    def load(self, after: int) -> Load:
-        """The Load for the agent. after: the moment after which the blocks may be written."""
+    def load(self, after: int, shard: Shard = WHOLE) -> Load:
+        """The Load for the agent of a rank. after: the moment after which the blocks may be written.
+
+        A rank that has none of the tokens needs nothing. Its load is not silent, since vLLM waits for each rank's report.
+        """
+        block_ids, tokens = shard.cut(self.num_tokens, self.block_ids, self.first_block)
         return Load(
             self.transfer_id,
             self.bootstrap_addr,
             self.engine_id,
-            self.block_ids,
+            block_ids,
             self.first_block,
-            tokens=[self.num_tokens] * len(self.block_ids),
-            prompt=0 if self.silent else self.mark(),
+            tokens=tokens,
+            prompt=self.mark() if any(block_ids) else 0,
             after=after,
         )
 

@@ -20,6 +20,7 @@ from .layout import Heads, make_regions, regions_by_layer
 from .load_log import LoadLog
 from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
 from .moments import DeviceMoments, HostMoments, device_of, moments_of
+from .shards import WHOLE, Shard
 from .stats import KVConnStats, Recorder, reason_of
 from .step import BEGUN, LOADED, UNCALLED, WITHDRAWN, WRITTEN, Step
 
@@ -45,8 +46,9 @@ class _Loading:
 
 
 class WorkerSide:
-    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False) -> None:
+    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False, shard: Shard = WHOLE) -> None:
         self._agent = make_agent()
+        self._shard = shard
         self._idle_wait_s = idle_wait_s
         self._loads: dict[str, _Loading] = {}  # by transfer id
         self._offers: dict[str, OfferWork] = {}
@@ -73,7 +75,7 @@ class WorkerSide:
         from kvconn import regions_from_tensor
 
         device = device_of(kv_caches.items(), vllm_config.kv_transfer_config.kv_buffer_device)
-        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads)
+        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads, self._shard)
         self._agent.register_kv_caches(regions)
         self.follow_layers(regions_by_layer(kv_caches, regions), device)
         logger.info(
@@ -279,7 +281,7 @@ class WorkerSide:
         now = self._moments.now()
         began = time.perf_counter()
         try:
-            self._agent.start_load([work.load(now) for work in works])
+            self._agent.start_load([work.load(now, self._shard) for work in works])
         finally:  # it may have taken some of them
             self._posted_s = (time.perf_counter() - began) / len(works)
         for work in works:
