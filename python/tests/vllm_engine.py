@@ -73,10 +73,11 @@ class Engine:
         prefixes: bool = True,
         extra: dict[str, Any] | None = None,
         parallel: dict[str, int] | None = None,
+        prepare: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         """layers: of the model, with their specs; vLLM then makes the groups and the tensors. extra: kv_connector_extra_config.
 
-        parallel: vLLM's options for the engine's sizes.
+        parallel: vLLM's options for the engine's sizes. prepare: changes the configuration before groups are made, and gives the layers.
         """
         one = {**OURS, "kv_role": role, "engine_id": f"engine-{role}", "kv_connector_extra_config": extra or {}}
         if beside is None:
@@ -113,19 +114,21 @@ class Engine:
             if any(isinstance(spec, MambaSpec) for spec in layers.values()):
                 config.cache_config.mamba_cache_mode = "align" if prefixes else "none"
             config.cache_config.num_gpu_blocks_override, config.cache_config.kv_cache_layout = blocks, "LBHNC"
-            caches = self._planned(config, layers)
+            caches = self._planned(config, prepare(config, layers) if prepare else layers)
             config.cache_config.num_gpu_blocks = blocks
             config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)
-        whole, hashed = resolve_kv_cache_block_sizes(caches, config) if layers else (BLOCK, BLOCK)
-        caches.hash_block_size = hashed
+        planned = kv_cache_utils.generate_scheduler_kv_cache_config([caches])  # the caches are a worker's
+        whole, hashed = resolve_kv_cache_block_sizes(planned, config) if layers else (BLOCK, BLOCK)
         aligned = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)  # from 0.32 on
-        caches.cache_hit_alignment_tokens = aligned(caches, config, whole, hashed) if layers and aligned else BLOCK
+        hit = aligned(planned, config, whole, hashed) if layers and aligned else BLOCK
+        for each in (caches, planned):
+            each.hash_block_size, each.cache_hit_alignment_tokens = hashed, hit
         self.config, self.caches = config, caches
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(hashed, sha256)
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             config,
-            caches,
+            planned,
             StructuredOutputManager(config),
             block_size=whole,
             hash_block_size=hashed,
@@ -279,6 +282,7 @@ class Engine:
         received: set[str] = frozenset(),
         failed: set[str] = frozenset(),
         invalid: set[int] = frozenset(),
+        worker_meta: Any = None,
     ) -> None:
         """Every request gets a token as soon as its whole prompt is computed."""
         ids = list(output.num_scheduled_tokens)
@@ -290,11 +294,12 @@ class Engine:
         told = KVConnectorOutput(
             finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed), invalid_block_ids=set(invalid)
         )
+        told.kv_connector_worker_meta = worker_meta
         made = ModelRunnerOutput(
             ids,
             {r: n for n, r in enumerate(ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=told if sent or received or invalid else None,
+            kv_connector_output=told if sent or received or invalid or worker_meta else None,
         )
         for client in self.scheduler.update_from_output(output, made).values():
             for each in client.outputs:

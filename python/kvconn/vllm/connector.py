@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 
 from .compat import understood
-from .groups import make_groups, transfer_groups
+from .groups import host_layers, make_groups, transfer_groups
 from .interface import unknown
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
@@ -120,8 +120,9 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def _begin(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_parallel(vllm_config.parallel_config)
         check_engine(vllm_config)
-        groups = make_groups(kv_cache_config, dcp_size(vllm_config.parallel_config))
         transfer = vllm_config.kv_transfer_config
+        groups = make_groups(kv_cache_config, dcp_size(vllm_config.parallel_config), transfer.kv_role == "kv_consumer")
+        self._loads_late = bool(host_layers(kv_cache_config))
         extra = transfer.kv_connector_extra_config or {}
         wait, early = idle_wait_s(extra, vllm_config.parallel_config), send_early(extra, vllm_config.parallel_config)
         self._vllm_config = vllm_config
@@ -293,8 +294,20 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._meta = None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if not self._loads_late:
+            self._start_loads()
+
+    def _start_loads(self) -> None:
         if self._meta is not None:
             self._work.load(self._meta)
+
+    def _start_late_loads(self) -> None:
+        """Starts a step's loads when each connector of the engine has begun the step.
+
+        By then the stream waits for what HiSparse's own connector still writes to blocks of the host that requests have given back.
+        """
+        if self._loads_late:
+            self._start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -305,6 +318,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     def wait_for_save(self) -> None:
         # vLLM's runner calls it in a "finally" around the forward pass.
+        self._start_late_loads()
         self._work.step_written(failed=sys.exc_info()[0] is not None)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -313,6 +327,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             self._work.withdraw(kv_connector_metadata)
 
     def _collect(self) -> Reports:
+        self._start_late_loads()
         return self._work.collect(self._meta is not None and self._meta.empty_step)
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:

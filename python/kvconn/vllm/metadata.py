@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
@@ -12,6 +13,12 @@ from ..types import Claim, Load
 from .shards import WHOLE, Shard
 
 BlockIds = list[list[int]]  # one list per KV cache group, in the order of the prompt
+
+
+def of_parts(parts: Sequence[int], of_groups: Sequence[Any]) -> Sequence[Any]:
+    """What is said of each of vLLM's groups, for each group of the agent. parts: the former's place for each of the latter; empty:
+    they are the same."""
+    return [of_groups[place] for place in parts] if parts and of_groups else of_groups
 
 
 class OfPrompt:
@@ -77,8 +84,8 @@ class LoadWork(OfPrompt):
         """The silent load in the place of one that cannot be made."""
         return LoadWork(self.req_id, self.transfer_id, self.bootstrap_addr, self.engine_id, [], [])
 
-    def load(self, after: int, shard: Shard = WHOLE) -> Load:
-        """The Load for the agent of a rank. after: the moment after which the blocks may be written.
+    def load(self, after: int, shard: Shard = WHOLE, parts: Sequence[int] = ()) -> Load:
+        """The Load for the agent of a rank. after: the moment after which the blocks may be written. parts: see of_parts.
 
         A rank that has none of the tokens needs nothing. Its load is not silent, since vLLM waits for each rank's report.
         """
@@ -87,9 +94,9 @@ class LoadWork(OfPrompt):
             self.transfer_id,
             self.bootstrap_addr,
             self.engine_id,
-            block_ids,
-            self.first_block,
-            tokens=tokens,
+            of_parts(parts, block_ids),
+            of_parts(parts, self.first_block),
+            tokens=of_parts(parts, tokens),
             prompt=self.mark() if any(block_ids) else 0,
             after=after,
         )
