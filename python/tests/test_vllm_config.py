@@ -38,9 +38,9 @@ def parallel_config(**sizes: Any) -> Any:
 
 
 def test_context_parallel_engines_are_refused_by_name() -> None:
-    params.check_parallel(parallel_config(tensor_parallel_size=2, data_parallel_size=4, pipeline_parallel_size=1))
-    with pytest.raises(ValueError, match="DCP = 4 is not supported"):
-        params.check_parallel(parallel_config(tensor_parallel_size=2, decode_context_parallel_size=4))
+    params.check_parallel(parallel_config(tensor_parallel_size=2, data_parallel_size=4, decode_context_parallel_size=2))
+    with pytest.raises(ValueError, match="PCP = 4 is not supported"):
+        params.check_parallel(parallel_config(tensor_parallel_size=2, prefill_context_parallel_size=4))
 
 
 def test_agent_config(monkeypatch: pytest.MonkeyPatch) -> None:

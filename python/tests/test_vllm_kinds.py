@@ -83,7 +83,6 @@ def test_class_that_is_in_no_table_stops_the_start(monkeypatch: pytest.MonkeyPat
         (lambda: spec("CrossAttentionSpec"), "of the encoder's tokens"),
         (lambda: spec("HiddenStateCacheSpec"), "hidden states"),
         (lambda: spec("MLAAttentionSpec", tokens_per_state=4), "MLAAttentionSpec with tokens_per_state = 4 is not supported"),
-        (lambda: spec("MLAAttentionSpec", cache_role=specs.SparseCacheRole.INDEXER), "with cache_role = .*INDEXER is not"),
         (lambda: spec("MLAAttentionSpec", model_version="deepseek_v4"), "with model_version = deepseek_v4 is not"),
         (lambda: spec("FullAttentionSpec", tokens_per_state=2), "with tokens_per_state = 2 is not"),
     ],
@@ -95,16 +94,16 @@ def test_what_is_refused_says_why(one: Any, said: str) -> None:
 
 def test_field_that_is_not_known_must_have_its_default() -> None:
     """If a new release gives a carried class a new field, this test fails: does the field change what a block holds?"""
-    looked_at = {"tokens_per_state", "alignment", "model_version", "cache_role", "is_index_group_leader", "non_causal_multi_token_decode"}
+    looked_at = {"tokens_per_state", "alignment", "model_version", "non_causal_multi_token_decode"}
     looked_at |= {"topk_buffer_width", "storage_block_size"}  # from 0.33 on, and up to 0.31
     for name, kind in KINDS.items():
         if isinstance(kind, Carried) and name != "UniformTypeKVCacheSpecs":
             there = {field.name for field in dataclasses.fields(getattr(specs, name))}
             known = {*kinds._STATE_FIELDS, "num_heads", "dcp_sharded", "is_draft"} if name == "MambaSpec" else kinds._FIELDS
             assert not there - {*known, *looked_at}, name
-    leader = spec("MLAAttentionSpec", is_index_group_leader=True)
-    assert "with is_index_group_leader = True is not supported" in refusal(leader)
-    assert not refusal(dataclasses.replace(leader, is_index_group_leader=False))
+    several = spec("MLAAttentionSpec", non_causal_multi_token_decode=True)
+    assert "with non_causal_multi_token_decode = True is not supported" in refusal(several)
+    assert not refusal(dataclasses.replace(several, non_causal_multi_token_decode=False))
 
 
 def test_pool_of_the_host_is_refused() -> None:

@@ -72,8 +72,13 @@ class Engine:
         layers: dict[str, Any] | None = None,
         prefixes: bool = True,
         extra: dict[str, Any] | None = None,
+        parallel: dict[str, int] | None = None,
+        prepare: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
-        """layers: of the model, with their specs; vLLM then makes the groups and the tensors. extra: kv_connector_extra_config."""
+        """layers: of the model, with their specs; vLLM then makes the groups and the tensors. extra: kv_connector_extra_config.
+
+        parallel: vLLM's options for the engine's sizes. prepare: changes the configuration before groups are made, and gives the layers.
+        """
         one = {**OURS, "kv_role": role, "engine_id": f"engine-{role}", "kv_connector_extra_config": extra or {}}
         if beside is None:
             transfer = KVTransferConfig(**one, kv_load_failure_policy=policy)
@@ -96,10 +101,12 @@ class Engine:
             enable_prefix_caching=prefixes,
             kv_transfer_config=transfer,
             async_scheduling=async_scheduling,
+            **(parallel or {}),
             # As the engine finds by itself when the connector is one that supports it.
             disable_hybrid_kv_cache_manager=False,
         )
         config = args.create_engine_config()
+        self.block = BLOCK * config.parallel_config.decode_context_parallel_size  # tokens of the scheduler's blocks
         config.scheduler_config.async_scheduling = async_scheduling  # which the CPU's platform turns off
         if layers is None:
             caches = self._caches(config, blocks, windows or (0, WINDOW)[: 1 + hybrid])
@@ -107,19 +114,21 @@ class Engine:
             if any(isinstance(spec, MambaSpec) for spec in layers.values()):
                 config.cache_config.mamba_cache_mode = "align" if prefixes else "none"
             config.cache_config.num_gpu_blocks_override, config.cache_config.kv_cache_layout = blocks, "LBHNC"
-            caches = self._planned(config, layers)
+            caches = self._planned(config, prepare(config, layers) if prepare else layers)
             config.cache_config.num_gpu_blocks = blocks
             config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)
-        whole, hashed = resolve_kv_cache_block_sizes(caches, config) if layers else (BLOCK, BLOCK)
-        caches.hash_block_size = hashed
+        planned = kv_cache_utils.generate_scheduler_kv_cache_config([caches])  # the caches are a worker's
+        whole, hashed = resolve_kv_cache_block_sizes(planned, config) if layers else (BLOCK, BLOCK)
         aligned = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)  # from 0.32 on
-        caches.cache_hit_alignment_tokens = aligned(caches, config, whole, hashed) if layers and aligned else BLOCK
+        hit = aligned(planned, config, whole, hashed) if layers and aligned else BLOCK
+        for each in (caches, planned):
+            each.hash_block_size, each.cache_hit_alignment_tokens = hashed, hit
         self.config, self.caches = config, caches
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(hashed, sha256)
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
             config,
-            caches,
+            planned,
             StructuredOutputManager(config),
             block_size=whole,
             hash_block_size=hashed,
@@ -225,11 +234,11 @@ class Engine:
         written = [set() for _ in self.scheduler.kv_cache_config.kv_cache_groups]  # by this step
         for req_id, scheduled in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
-            computed, first = request.num_computed_tokens, (request.num_computed_tokens - scheduled) // BLOCK
+            computed, first = request.num_computed_tokens, (request.num_computed_tokens - scheduled) // self.block
             if computed - scheduled >= request.num_prompt_tokens:  # it decodes, behind the prompt in the prompt's last block
-                first = max(first, -(-request.num_prompt_tokens // BLOCK))
+                first = max(first, -(-request.num_prompt_tokens // self.block))
             for blocks, all_of_them in zip(written, self.scheduler.kv_cache_manager.get_block_ids(req_id)):
-                blocks.update(all_of_them[first : -(-computed // BLOCK)])
+                blocks.update(all_of_them[first : -(-computed // self.block)])
         anybodys = set().union(*written)  # the groups have their blocks from one pool
         for transfer_id, held in self.given.items():  # what the agent reads
             for first, have, ready in zip(self.first[transfer_id], held, self.ready[transfer_id]):
@@ -247,10 +256,10 @@ class Engine:
                 prompt = request.num_prompt_tokens
                 assert not anybodys & set(have[: max(0, before - first)])
                 assert before <= after <= first + len(have)
-                assert before <= -(-(computed - scheduled) // BLOCK) and (
-                    before * BLOCK <= computed - scheduled or computed - scheduled >= prompt
+                assert before <= -(-(computed - scheduled) // self.block) and (
+                    before * self.block <= computed - scheduled or computed - scheduled >= prompt
                 )
-                assert after * BLOCK <= computed or (computed >= prompt and after == -(-prompt // BLOCK))
+                assert after * self.block <= computed or (computed >= prompt and after == -(-prompt // self.block))
                 assert 0 not in have  # vLLM's null block
             self.ready[work.transfer_id] = list(work.after)
         offers = {work.transfer_id: work for work in meta.offers}
@@ -273,6 +282,7 @@ class Engine:
         received: set[str] = frozenset(),
         failed: set[str] = frozenset(),
         invalid: set[int] = frozenset(),
+        worker_meta: Any = None,
     ) -> None:
         """Every request gets a token as soon as its whole prompt is computed."""
         ids = list(output.num_scheduled_tokens)
@@ -284,11 +294,12 @@ class Engine:
         told = KVConnectorOutput(
             finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed), invalid_block_ids=set(invalid)
         )
+        told.kv_connector_worker_meta = worker_meta
         made = ModelRunnerOutput(
             ids,
             {r: n for n, r in enumerate(ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=told if sent or received or invalid else None,
+            kv_connector_output=told if sent or received or invalid or worker_meta else None,
         )
         for client in self.scheduler.update_from_output(output, made).values():
             for each in client.outputs:

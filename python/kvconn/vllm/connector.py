@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.v1.core.sched.output import SchedulerOutput as _SchedulerOutput
 
 from .compat import understood
-from .groups import make_groups, transfer_groups
+from .groups import host_layers, make_groups, transfer_groups
 from .interface import unknown
 from .layout import Heads
 from .metadata import KVConnHandshake, KVConnMetadata
@@ -43,6 +43,7 @@ from .params import (
 )
 from .scheduler import SchedulerSide
 from .served import check_engine, count_replacements
+from .shards import dcp_size, shard_of
 from .stats import KVConnPromMetrics, KVConnStats, Recorder
 from .worker import Reports, WorkerSide
 
@@ -119,8 +120,9 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def _begin(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_parallel(vllm_config.parallel_config)
         check_engine(vllm_config)
-        groups = make_groups(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
+        groups = make_groups(kv_cache_config, dcp_size(vllm_config.parallel_config), transfer.kv_role == "kv_consumer")
+        self._loads_late = bool(host_layers(kv_cache_config))
         extra = transfer.kv_connector_extra_config or {}
         wait, early = idle_wait_s(extra, vllm_config.parallel_config), send_early(extra, vllm_config.parallel_config)
         self._vllm_config = vllm_config
@@ -150,9 +152,10 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             self._scheduler.joined_by_request = self._name == PUSH
         else:
             self._rank = rank_of(vllm_config.parallel_config, transfer.engine_id)
-            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name)
+            shard = shard_of(vllm_config.parallel_config, kv_cache_config)
+            self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name, shard)
             count_replacements(vllm_config)
-            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS)
+            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS, shard)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):
@@ -291,8 +294,20 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         self._meta = None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if not self._loads_late:
+            self._start_loads()
+
+    def _start_loads(self) -> None:
         if self._meta is not None:
             self._work.load(self._meta)
+
+    def _start_late_loads(self) -> None:
+        """Starts a step's loads when each connector of the engine has begun the step.
+
+        By then the stream waits for what HiSparse's own connector still writes to blocks of the host that requests have given back.
+        """
+        if self._loads_late:
+            self._start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -303,6 +318,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     def wait_for_save(self) -> None:
         # vLLM's runner calls it in a "finally" around the forward pass.
+        self._start_late_loads()
         self._work.step_written(failed=sys.exc_info()[0] is not None)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -311,6 +327,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             self._work.withdraw(kv_connector_metadata)
 
     def _collect(self) -> Reports:
+        self._start_late_loads()
         return self._work.collect(self._meta is not None and self._meta.empty_step)
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -40,8 +40,8 @@ KINDS: dict[str, Carried | Refused] = {
     "HiddenStateCacheSpec": Refused("hidden states for another connector, no cache"),
     "EncoderOnlyAttentionSpec": Refused("it caches nothing"),
     "CrossAttentionSpec": Refused("its blocks are of the encoder's tokens, not of the prompt's"),
-    "HiSparseHotSpec": Refused("copies that vLLM rebuilds after a load"),
-    "HiSparseResidentSpec": Refused("copies of blocks that lie in a pool of the host"),
+    "HiSparseHotSpec": Refused("copies that vLLM rebuilds after a load; it marks them as not to be transferred"),
+    "HiSparseResidentSpec": Refused("copies of blocks that lie in a pool of the host; vLLM marks them as not to be transferred"),
 }
 
 
@@ -51,6 +51,7 @@ _FIELDS = (
     *("page_size_padded", "block_stride_alignment", "num_head_slots", "state_content_bytes"),  # sizes, which the tensor has too
     *("sliding_window", "extra_retained_tokens", "attention_chunk_size", "non_causal"),
     *("dcp_sharded", "max_tp_shards", "is_draft"),
+    *("cache_role", "is_index_group_leader"),  # sparse attention's index; by which layers it is computed
 )
 _STATE_FIELDS = (
     *("block_size", "shapes", "dtypes", "page_size_padded", "block_stride_alignment", "mamba_type", "mamba_cache_mode"),

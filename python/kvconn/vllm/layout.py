@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import states
-from .groups import layer_specs
+from .groups import host_layers, is_dealt, is_index, layer_specs
 from .served import cache_dtype
+from .shards import WHOLE, Shard
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -96,15 +97,18 @@ def _other_dtype(vllm_config: Any, spec: Any) -> str:
     return dtype if dtype in _PLAIN_TYPES and dtype != cache_dtype(vllm_config) else ""
 
 
-def _meaning(vllm_config: Any, layer_name: str, spec: Any, backend: str) -> str:
+def _meaning(vllm_config: Any, layer_name: str, spec: Any, backend: str, shard: Shard) -> str:
     """What a block's bytes mean beside their geometry: the attention backend, the order that the backend has chosen for a
-    block (on CPU it depends on the processor), the mode of quantisation, and a type of numbers that is not the engine's.
+    block (on CPU it depends on the processor), the mode of quantisation, a type of numbers that is not the engine's, and the
+    rank's share of the tokens.
 
     It becomes a part of the region's name, so that a region moves only between engines in which its bytes mean the same.
     """
     layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
     order = getattr(layers.get(layer_name), "isa", None) if backend not in _BACKENDS_OF_ITEMS else None
     said = [backend, order if isinstance(order, str) else "", _quantisation(spec).replace("NONE", ""), _other_dtype(vllm_config, spec)]
+    said.append("shuffled" if getattr(layers.get(layer_name), "uses_shuffled_layout", None) is True else "")
+    said.append(shard.name if is_dealt(spec) else "")
     return f"[{','.join(filter(None, said))}]" if any(said) else ""
 
 
@@ -173,11 +177,13 @@ def make_regions(
     kv_cache_config: Any,
     regions_from_tensor: Callable[..., list[Any]],
     heads: Heads,
+    shard: Shard = WHOLE,
 ) -> list[Any]:
     """One region or more per layer, in the order of the layers; a tensor shared by layers is taken once."""
     group_of = {name: (place, spec) for name, place, spec in layer_specs(kv_cache_config)}
     regions: list[Any] = []
     seen: set[tuple[Any, ...]] = set()
+    on_host, config = host_layers(kv_cache_config), kv_cache_config
     for name, tensor in kv_caches.items():
         if name not in group_of:
             logger.debug("%s: its cache takes no part in transfers", name)
@@ -187,6 +193,7 @@ def make_regions(
                 f"the cache of layer {name} is a {type(tensor).__name__}, not a tensor: this kind of cache is not supported yet"
             )
         place, spec = group_of[name]
+        kv_cache_config = replace(config, num_blocks=config.hisparse_host_num_blocks) if name in on_host else config
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), place)
         if key in seen:
             continue
@@ -200,9 +207,9 @@ def make_regions(
         backend = _backend(vllm_config, name)
         items = backend in _BACKENDS_OF_ITEMS
         tensor, geometry = _with_geometry(tensor, dims, spec, kv_cache_config.num_blocks, heads, items)
-        if _quantisation(spec) not in _PLAIN_QUANTISATION:
+        if _quantisation(spec) not in _PLAIN_QUANTISATION or is_index(spec):
             geometry = {}  # scales lie among the numbers: that a block can be cut by heads or tokens is not known
-        named = name + _meaning(vllm_config, name, spec, backend)
+        named = name + _meaning(vllm_config, name, spec, backend, shard)
         regions.extend(regions_from_tensor(named, tensor, dims.block, place, **geometry))
     if not regions:
         raise ValueError(f"none of {len(kv_caches)} caches can be transferred")

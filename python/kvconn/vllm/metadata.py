@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 
 from .. import weights
 from ..types import Claim, Load
+from .shards import WHOLE, Shard
 
 BlockIds = list[list[int]]  # one list per KV cache group, in the order of the prompt
+
+
+def of_parts(parts: Sequence[int], of_groups: Sequence[Any]) -> Sequence[Any]:
+    """What is said of each of vLLM's groups, for each group of the agent. parts: the former's place for each of the latter; empty:
+    they are the same."""
+    return [of_groups[place] for place in parts] if parts and of_groups else of_groups
 
 
 class OfPrompt:
@@ -76,16 +84,20 @@ class LoadWork(OfPrompt):
         """The silent load in the place of one that cannot be made."""
         return LoadWork(self.req_id, self.transfer_id, self.bootstrap_addr, self.engine_id, [], [])
 
-    def load(self, after: int) -> Load:
-        """The Load for the agent. after: the moment after which the blocks may be written."""
+    def load(self, after: int, shard: Shard = WHOLE, parts: Sequence[int] = ()) -> Load:
+        """The Load for the agent of a rank. after: the moment after which the blocks may be written. parts: see of_parts.
+
+        A rank that has none of the tokens needs nothing. Its load is not silent, since vLLM waits for each rank's report.
+        """
+        block_ids, tokens = shard.cut(self.num_tokens, self.block_ids, self.first_block)
         return Load(
             self.transfer_id,
             self.bootstrap_addr,
             self.engine_id,
-            self.block_ids,
-            self.first_block,
-            tokens=[self.num_tokens] * len(self.block_ids),
-            prompt=0 if self.silent else self.mark(),
+            of_parts(parts, block_ids),
+            of_parts(parts, self.first_block),
+            tokens=of_parts(parts, tokens),
+            prompt=self.mark() if any(block_ids) else 0,
             after=after,
         )
 

@@ -17,6 +17,7 @@ from . import states
 from .compat import PORT, like, understood
 from .names import NIXL, OWN
 from .served import cache_dtype, model_keys, must_match
+from .shards import WHOLE, Shard
 
 # Settings of the connector itself. Every other key of kv_connector_extra_config goes to the agent, which refuses unknown ones.
 IDLE_WAIT_MS = "idle_wait_ms"
@@ -171,11 +172,9 @@ def sizes(parallel_config: Any) -> dict[str, int]:
 
 
 def check_parallel(parallel_config: Any) -> None:
-    """Refuses an engine whose ranks share the tokens of a prompt among them."""
-    names = {"prefill_context_parallel_size": "PCP", "decode_context_parallel_size": "DCP"}
-    found = ", ".join(f"{short} = {size}" for name, short in names.items() if (size := getattr(parallel_config, name, 1) or 1) != 1)
-    if found:
-        raise ValueError(f"{found} is not supported: only tensor, pipeline and data parallel engines are")
+    """Refuses an engine whose ranks compute parts of a prompt each."""
+    if (size := getattr(parallel_config, "prefill_context_parallel_size", 1) or 1) != 1:
+        raise ValueError(f"PCP = {size} is not supported: tensor, pipeline, data and decode context parallel engines are")
 
 
 # The most that a bootstrap port has numbers for.
@@ -277,7 +276,7 @@ def role_of(transfer: Any) -> str:
     return _ROLES[transfer.kv_role]
 
 
-def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str = OWN) -> dict[str, Any]:
+def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str = OWN, shard: Shard = WHOLE) -> dict[str, Any]:
     """The agent's configuration: first what vLLM knows, over it what the user says in kv_connector_extra_config.
 
     name: the name under which vLLM knows the connector.
@@ -295,8 +294,8 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str =
     }
     extra = understood(name, transfer.kv_connector_extra_config or {}, config["role"]).settings
     config.update(model_keys(vllm_config, extra))
-    config.update(asdict(rank))
-    if facts := {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size)}:
+    config.update(asdict(shard.arranged(rank)))
+    if facts := {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size), **shard.facts()}:
         config["must_match"] = facts
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
     ours = "bootstrap_port" in (transfer.kv_connector_extra_config or {}) or os.environ.get(PORT)

@@ -15,11 +15,13 @@ from typing import Any
 
 from ..errors import InvalidError, TransferError
 from ..types import Claim, Offer, PartialOffer
+from .groups import host_layers, transfer_parts
 from .hand_over import hand_over
 from .layout import Heads, make_regions, regions_by_layer
 from .load_log import LoadLog
-from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork
+from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork, of_parts
 from .moments import DeviceMoments, HostMoments, device_of, moments_of
+from .shards import WHOLE, Shard
 from .stats import KVConnStats, Recorder, reason_of
 from .step import BEGUN, LOADED, UNCALLED, WITHDRAWN, WRITTEN, Step
 
@@ -45,8 +47,9 @@ class _Loading:
 
 
 class WorkerSide:
-    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False) -> None:
+    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False, shard: Shard = WHOLE) -> None:
         self._agent = make_agent()
+        self._shard, self._parts = shard, list[int]()
         self._idle_wait_s = idle_wait_s
         self._loads: dict[str, _Loading] = {}  # by transfer id
         self._offers: dict[str, OfferWork] = {}
@@ -72,8 +75,11 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any], vllm_config: Any, kv_cache_config: Any, heads: Heads) -> None:
         from kvconn import regions_from_tensor
 
-        device = device_of(kv_caches.items(), vllm_config.kv_transfer_config.kv_buffer_device)
-        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads)
+        places = [place for place, _ in transfer_parts(kv_cache_config)]
+        self._parts = places if len(places) > len(set(places)) else []
+        on_host = host_layers(kv_cache_config)
+        device = device_of([each for each in kv_caches.items() if each[0] not in on_host], vllm_config.kv_transfer_config.kv_buffer_device)
+        regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads, self._shard)
         self._agent.register_kv_caches(regions)
         self.follow_layers(regions_by_layer(kv_caches, regions), device)
         logger.info(
@@ -220,15 +226,14 @@ class WorkerSide:
     def _partial_all(self, works: Sequence[PartialWork]) -> None:
         assert self._step is not None
         self._step.partial_calls += 1
-        by_layers, now = self._by_layers, self._moments.now()
-        self._agent.offer_partial(
-            [
-                PartialOffer(
-                    each.transfer_id, each.block_ids, each.before, each.first_block, each.mark(), each.after if by_layers else (), now
-                )
-                for each in works
-            ]
-        )
+        by_layers, now, parts = self._by_layers, self._moments.now(), self._parts
+        offers = []
+        for each in works:
+            ids, before, first = (of_parts(parts, of_groups) for of_groups in (each.block_ids, each.before, each.first_block))
+            offers.append(
+                PartialOffer(each.transfer_id, ids, before, first, each.mark(), of_parts(parts, each.after) if by_layers else (), now)
+            )
+        self._agent.offer_partial(offers)
         for work in works:
             self._accepted(work)
 
@@ -261,10 +266,9 @@ class WorkerSide:
 
     def _offer_all(self, works: Sequence[OfferWork]) -> None:
         self._broken.difference_update(work.transfer_id for work in works)
-        now = self._moments.now()
-        self._agent.offer(
-            [Offer(work.transfer_id, work.block_ids, first_block=work.first_block, prompt=work.mark(), after=now) for work in works]
-        )
+        now, parts = self._moments.now(), self._parts
+        offers = [(work, of_parts(parts, work.block_ids), of_parts(parts, work.first_block)) for work in works]
+        self._agent.offer([Offer(work.transfer_id, ids, first_block=first, prompt=work.mark(), after=now) for work, ids, first in offers])
         for work in works:
             self._accepted(work)
 
@@ -279,7 +283,7 @@ class WorkerSide:
         now = self._moments.now()
         began = time.perf_counter()
         try:
-            self._agent.start_load([work.load(now) for work in works])
+            self._agent.start_load([work.load(now, self._shard, self._parts) for work in works])
         finally:  # it may have taken some of them
             self._posted_s = (time.perf_counter() - began) / len(works)
         for work in works:

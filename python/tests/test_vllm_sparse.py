@@ -1,0 +1,98 @@
+"""Sparse attention: its index is carried beside the attention's cache, also into the pool of the host that HiSparse has. vLLM's own
+scheduler and HiSparse's own coordinator say into which blocks."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.hisparse") is None:
+    pytest.skip("vllm is not installed here, or is one without HiSparse", allow_module_level=True)
+
+from sparse_sides import Side, run
+from vllm_engine import BLOCK, prefill_kv
+
+from kvconn.vllm.connector import KVConnConnector
+from kvconn.vllm.groups import make_groups, transfer_parts
+
+numbers = random.Random(34)
+
+
+def text(tokens: int) -> list[int]:
+    return [numbers.randrange(500) for _ in range(tokens)]
+
+
+@pytest.fixture(params=["sparse", "hisparse"])
+def pair(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Side, Side]]:
+    p, d = Side(model, "kv_producer"), Side(model, "kv_consumer", hisparse=request.param == "hisparse", policy="fail")
+    yield p, d
+    p.agent.close()
+    d.agent.close()
+
+
+def add(p: Side, d: Side, prompt: list[int]) -> tuple[Any, Any]:
+    kv = prefill_kv()
+    decode = {"transfer_id": kv["transfer_id"], "remote_bootstrap_addr": p.agent.bootstrap_address}
+    decode |= {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-prefill"}
+    return p.engine.add(list(prompt), kv, max_tokens=1), d.engine.add(list(prompt), decode, max_tokens=20)
+
+
+def test_decode_goes_on_from_what_came(pair: tuple[Side, Side]) -> None:
+    p, d = pair
+    for lengths in ((2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 40), (64, 65, 150)):
+        halves = [add(p, d, text(tokens)) for tokens in lengths]
+        run(p, d)
+        assert d.failures == [] and [len(d.engine.texts[each.request_id]) for _, each in halves] == [20] * len(halves)
+    stats = d.agent.stats()
+    blocks = sum(-(-tokens // BLOCK) for tokens in (2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 40, 64, 65, 150))
+    assert stats["bytes_in"] == blocks * BLOCK * 2 * (64 + 36)
+    assert stats["loads_failed"] == p.agent.stats()["offers_failed"] == 0
+    assert p.agent.stats()["bytes_partial"] > 0
+
+
+def test_prefix_that_decode_has_cached(pair: tuple[Side, Side]) -> None:
+    p, d = pair
+    prompt = text(100)
+    add(p, d, prompt)
+    run(p, d)
+    before = d.agent.stats()["bytes_in"]
+    _, request = add(p, d, prompt[:90] + text(40))
+    run(p, d)
+    assert d.failures == [] and len(d.engine.texts[request.request_id]) == 20
+    assert d.agent.stats()["bytes_in"] - before == 4 * BLOCK * 2 * (64 + 36)  # 5 of 9 blocks were there
+
+
+def test_an_index_is_a_group_of_its_own_on_both_sides(pair: tuple[Side, Side]) -> None:
+    p, d = pair
+    layers = [[f"model.layers.{n}.{what}" for n in range(2)] for what in ("attn", "indexer.k_cache")]
+    assert transfer_parts(p.engine.caches) == [(0, layers[0]), (0, layers[1])]
+    assert transfer_parts(d.engine.caches) == [(0, layers[0]), (int(d.hisparse), layers[1])]
+    if d.hisparse:
+        assert len(make_groups(d.engine.caches, loads_only=True)) == 2
+        with pytest.raises(ValueError, match=r"in a pool of the host \(HiSparse\) is supported with kv_role kv_consumer only"):
+            make_groups(d.engine.caches)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_loads_into_a_pool_of_the_host_start_when_each_connector_has_begun_the_step(late: bool) -> None:
+    started: list[str] = []
+    connector = object.__new__(KVConnConnector)
+    connector._loads_late, connector._meta = late, object()  # type: ignore[assignment]
+
+    class Worker:
+        def load(self, meta: Any) -> None:
+            started.append("load")
+
+        def step_written(self, failed: bool) -> None:
+            started.append("written")
+
+    connector._worker = Worker()  # type: ignore[assignment]
+    connector.start_load_kv(None)
+    started.append("begun")
+    connector.wait_for_save()
+    assert started == (["begun", "load", "written"] if late else ["load", "begun", "written"])
