@@ -58,5 +58,5 @@ def through(pair: Pair, request: dict[str, Any]) -> tuple[Answer, dict[str, Any]
     answer = ask(pair.router.url, request)
     assert answer.ok, (answer, pair.decode.log_tail())
     wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)))
-    (load,) = pair.loads(position)
+    (load,) = pair.loaded(position)
     return answer, load

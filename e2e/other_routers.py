@@ -106,7 +106,7 @@ def carried(pair: Pair, router: Server, headers: dict[str, str] | None = None, *
         if answer.text == expected:
             break
     assert answer.text == expected, router.log_tail()
-    assert len(pair.loads(position)) == 1, pair.loads(position)
+    assert len(pair.loaded(position)) == 1, pair.loads(position)
 
 
 def computed(pair: Pair, router: Server) -> None:

@@ -71,9 +71,10 @@ def alone(pair: Pair, request: dict[str, Any], chat: bool = False) -> Answer:
     return answer
 
 
-def new_loads(pair: Pair, position: int, count: int, bound_s: float = 10) -> list[dict[str, Any]]:
+def new_loads(pair: Pair, position: int, count: int, bound_s: float = 10, met: bool = True) -> list[dict[str, Any]]:
+    """The loads since position. If the two engines have met, each goes by the pair's transport."""
     wait_until(f"{count} loads in the decode server's log", lambda: len(pair.loads(position)) >= count, bound_s)
-    loads = pair.loads(position)
+    loads = pair.loaded(position) if met else pair.loads(position)
     assert len(loads) == count, loads
     return loads
 
@@ -91,17 +92,17 @@ def served_again(pair: Pair) -> None:
     """The router may need a moment to see that an engine is back."""
     request = body(pair, words(20), max_tokens=1)
     wait_until("the router serves again", lambda: ask(pair.router.url, request, timeout_s=20).ok, every_s=0.2)
-    serves(pair)
+    serves(pair, met=False)
 
 
-def serves(pair: Pair) -> None:
+def serves(pair: Pair, met: bool = True) -> None:
     """A request through the pair, with its transfer, gives the single engine's text."""
     request = body(pair, words(300))
     position = pair.decode.log_size()
     answer = ask(pair.router.url, request)
     assert answer.ok, (answer, pair.decode.log_tail())
     assert answer.text == alone(pair, request).text
-    new_loads(pair, position, 1)
+    new_loads(pair, position, 1, met=met)
 
 
 GOOD = {

@@ -188,7 +188,7 @@ def test_llmd(pair: Pair, protocol: str) -> None:
         position = pair.decode.log_size()
         answer = ask(sidecar.url, {**request, "stream": True}, chat=True, headers=to)
         assert single.ok and answer.ok and answer.text == single.text, (single, answer, sidecar.log_tail())
-        wait_until("its load", lambda: len(pair.loads(position)) == 1)
+        wait_until("its load", lambda: len(pair.loaded(position)) == 1)
         assert ask(sidecar.url, body(pair, "a", temperature=-1), headers=to).status == 400
         computed(pair, sidecar)  # no prefill server is named
 
@@ -215,7 +215,7 @@ def by_nixl(pair: Pair, request: dict[str, Any], known: tuple[str, ...] | None) 
     position = pair.decode.log_size()
     answer = ask(pair.decode.url, {**request, "kv_transfer_params": answered})
     assert answer.ok, (answer, pair.decode.log_tail())
-    wait_until("the load's line in the decode server's log", lambda: bool(pair.loads(position)))
+    wait_until("the load's line in the decode server's log", lambda: bool(pair.loaded(position)))
     return answer
 
 

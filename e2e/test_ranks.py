@@ -149,7 +149,7 @@ def asked(pair: Pair, tokens: int) -> tuple[dict[str, Any], str]:
 
 def loaded(pair: Pair, position: int) -> bool:
     """Every worker of the decode engine says that it has loaded."""
-    return len(pair.loads(position)) >= (2 if "--tensor-parallel-size" in pair.decode.argv else 1)
+    return len(pair.loaded(position)) >= (2 if "--tensor-parallel-size" in pair.decode.argv else 1)
 
 
 def by_nixl(pair: Pair, request: dict[str, Any], headers: dict[str, str]) -> Answer:

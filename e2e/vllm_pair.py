@@ -95,6 +95,9 @@ class Pair:
         # another text when their prefix comes from the engine's own cache. In float32 none does.
         self._dtype = dtype
         self._failure_policy, self._max_model_len = failure_policy, max_model_len
+        # By which its loads are to go. If nobody has said it, local: both servers are on this host.
+        said = [config["transport"] for config in (prefill_config, decode_config) if config and config.get("transport", "auto") != "auto"]
+        self.transport = "tcp" if written_for == "MooncakeConnector" else said[0] if said else "local"
         self._extra_args, self._extra_env = list(extra_args), dict(extra_env or {})
         if executor == "uni":
             # The worker runs in the engine's own process, as vLLM does it with one GPU. With vLLM's default on CPU ("mp")
@@ -215,6 +218,12 @@ class Pair:
         self.prefill.start()
         wait_ready([self.prefill], progress=self._progress)
         self.warm(self.prefill)
+
+    def loaded(self, position: int) -> list[dict[str, Any]]:
+        """loads, of which each must have gone by this pair's transport."""
+        loads = self.loads(position)
+        assert all(load["transport"] == self.transport for load in loads), (self.transport, loads)
+        return loads
 
     def loads(self, position: int = 0) -> list[dict[str, Any]]:
         """The finished loads that the decode server has logged since position (log_size)."""

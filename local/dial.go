@@ -136,6 +136,9 @@ func (src *source) run(leave func()) {
 	r := src.r
 	src.left = leave
 	l, err := src.connect()
+	if err != nil && core.WhyOf(err) == core.OtherWhy {
+		err = core.Setup.Mark(err)
+	}
 	if err == nil {
 		l.broke = func(err error) { src.leave(clearer(err)) }
 		r.mu.Lock()
@@ -220,6 +223,8 @@ func (src *source) meet(ctx context.Context, l *link) error {
 	switch {
 	case err != nil:
 		return err
+	case w.refused == refusedUser:
+		return core.NotPermitted.Mark(w.refused)
 	case w.refused != 0:
 		return w.refused
 	case !fault.On("local-unproved-prefill") && !w.proof.equals(w.proofOf(ticket, h)):

@@ -64,7 +64,7 @@ func (p place) String() string {
 func parsePlace(s string) (p place, err error) {
 	var rest string
 	if n, _ := fmt.Sscanf(s, "local1 %s boot=%s net=%s pid=%s uid=%d%s", &p.name, &p.boot, &p.net, &p.pids, &p.uid, &rest); n != 5 || p.String() != s {
-		return p, fmt.Errorf("the endpoint %.200q is none of this version's: run the same kvconn on both", s)
+		return p, core.Lacking.Mark(fmt.Errorf("the endpoint %.200q is none of this version's: run the same kvconn on both", s))
 	}
 	if !strings.HasPrefix(p.name, namePrefix) || len(p.name) > 64 {
 		return p, fmt.Errorf("the endpoint %.200q has a name that no agent listens at", s)
@@ -78,9 +78,9 @@ func (p place) reachable(from place) error {
 	case p.boot != from.boot:
 		return fmt.Errorf("%w: its boot id is %s, this agent's is %s", core.ErrElsewhere, p.boot, from.boot)
 	case p.net != from.net:
-		return fmt.Errorf("it is on this host in another network namespace (%s, this agent's is %s): run both containers in one network namespace, as one pod or with --network host", p.net, from.net)
+		return core.Elsewhere.Mark(fmt.Errorf("it is on this host in another network namespace (%s, this agent's is %s): run both containers in one network namespace, as one pod or with --network host", p.net, from.net))
 	case p.uid != from.uid:
-		return fmt.Errorf("its process has user id %d, this one has %d: run both as one user", p.uid, from.uid)
+		return core.NotPermitted.Mark(fmt.Errorf("its process has user id %d, this one has %d: run both as one user", p.uid, from.uid))
 	}
 	return nil
 }

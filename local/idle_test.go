@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strings"
 	"testing"
@@ -114,6 +115,11 @@ func idling() {
 			if err := <-sink.came; err != nil {
 				panic(err)
 			}
+		case "heap":
+			var m runtime.MemStats
+			runtime.GC()
+			runtime.ReadMemStats(&m)
+			fmt.Println(m.HeapAlloc + m.StackInuse)
 		case "tidy":
 			debug.FreeOSMemory()
 		}
@@ -163,6 +169,38 @@ func TestIdle(t *testing.T) {
 		seen = append(seen, fmt.Sprintf("P %d µs, %d sleeps; D %d µs, %d sleeps", busy[0].ns/1000, busy[0].sleeps, busy[1].ns/1000, busy[1].sleeps))
 	}
 	t.Errorf("in each three seconds:\n%s", strings.Join(seen, "\n"))
+}
+
+// heap is the memory of Go's that the process has in use.
+func (p idler) heap() (bytes uint64) {
+	p.told("heap")
+	fmt.Sscan(p.line(), &bytes)
+	p.line()
+	return bytes
+}
+
+// TestIdleMemory: a link that rests takes less than 64 KiB on either side.
+func TestIdleMemory(t *testing.T) {
+	const links, most = 256, 64 << 10
+	all := [2]idler{startIdler(t, "p", links), startIdler(t, "d", links)}
+	says := []string{"connect"}
+	for range 1 + links {
+		says = append(says, all[0].line())
+	}
+	none := [2]uint64{all[0].heap(), all[1].heap()}
+	all[1].does(says...)
+	for i, name := range []string{"P", "D"} {
+		var each int64
+		for end := time.Now().Add(30 * time.Second); ; time.Sleep(100 * time.Millisecond) { // what has met the others ends
+			if each = (int64(all[i].heap()) - int64(none[i])) / links; each < most {
+				break
+			}
+			if time.Now().After(end) {
+				t.Fatalf("a link takes %d bytes on %s, want less than %d", each, name, most)
+			}
+		}
+		t.Logf("a link takes %d bytes on %s", each, name)
+	}
 }
 
 // BenchmarkIdle has two processes that do nothing, without a link and with many. Each operation is five seconds of that. What it says

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/callprobe"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/kv"
@@ -120,7 +121,7 @@ func reading(k kernel) (kernel, error) {
 	case errors.Is(err, callprobe.ErrEnds):
 		return unreading{k}, blinded(err)
 	default:
-		return unreading{k}, fmt.Errorf("local: this process is under a filter of system calls, and does not call process_vm_readv: %w", err)
+		return unreading{k}, core.NotPermitted.Mark(fmt.Errorf("local: this process is under a filter of system calls, and does not call process_vm_readv: %w", err))
 	}
 	if errno := mayRead(k); errno != 0 {
 		return k, blinded(errno)

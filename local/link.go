@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
@@ -48,7 +49,7 @@ const (
 
 var (
 	errFlood = errors.New("the peer reads none of its answers")
-	errDead  = errors.New("the peer's process has ended")
+	errDead  = core.Lost.Mark(errors.New("the peer's process has ended"))
 )
 
 // newLink makes a link of a fresh socket. Its peer is not proven yet. With an error the socket stays
@@ -94,7 +95,7 @@ func (t *Transport) newLink(conn *net.UnixConn) (*link, error) {
 		if l.life != nil {
 			_ = l.life.Close()
 		}
-		return nil, fmt.Errorf("%w: it has user id %d, this process %d", refusedUser, cred.Uid, t.here.uid)
+		return nil, core.NotPermitted.Mark(fmt.Errorf("%w: it has user id %d, this process %d", refusedUser, cred.Uid, t.here.uid))
 	}
 	return l, nil
 }

@@ -119,6 +119,8 @@ func (r *reaches) open(t *Transport, conn *net.UnixConn) error {
 	if v, _ := parseVerdict(b); v != verdictReady {
 		if refused == nil {
 			refused = errors.New("it says that its list has not all of its memory")
+		} else {
+			refused = core.NotShared.Mark(refused)
 		}
 		return fmt.Errorf("memory of the prefill agent cannot be opened: %w", refused)
 	}

@@ -136,23 +136,24 @@ func TestYamaOfTwo(t *testing.T) {
 func TestRefusals(t *testing.T) {
 	for name, c := range map[string]struct {
 		k    *stern
+		why  core.Why
 		says []string
 	}{
-		"no yama":       {&stern{errno: syscall.EPERM}, []string{"CAP_SYS_PTRACE", "user namespace", "dumpable"}},
-		"yama 0":        {&stern{errno: syscall.EPERM, mode: "0"}, []string{"CAP_SYS_PTRACE"}},
-		"yama 2":        {&stern{errno: syscall.EPERM, mode: "2"}, []string{"only administrators", "ptrace_scope to 1"}},
-		"yama 3":        {&stern{errno: syscall.EPERM, mode: "3"}, []string{"forbids it to all", "start the host anew"}},
-		"yama in vain":  {&stern{errno: syscall.EPERM, mode: "1", deaf: syscall.EINVAL}, []string{"in vain", "invalid argument"}},
-		"no such call":  {&stern{errno: syscall.ENOSYS}, []string{"has no process_vm_readv"}},
-		"no such pid":   {&stern{errno: syscall.ESRCH}, []string{"there is no process"}},
-		"another error": {&stern{errno: syscall.EFAULT}, []string{"has not got what"}},
+		"no yama":       {&stern{errno: syscall.EPERM}, core.NotPermitted, []string{"CAP_SYS_PTRACE", "user namespace", "dumpable"}},
+		"yama 0":        {&stern{errno: syscall.EPERM, mode: "0"}, core.NotPermitted, []string{"CAP_SYS_PTRACE"}},
+		"yama 2":        {&stern{errno: syscall.EPERM, mode: "2"}, core.NotPermitted, []string{"only administrators", "ptrace_scope to 1"}},
+		"yama 3":        {&stern{errno: syscall.EPERM, mode: "3"}, core.NotPermitted, []string{"forbids it to all", "start the host anew"}},
+		"yama in vain":  {&stern{errno: syscall.EPERM, mode: "1", deaf: syscall.EINVAL}, core.NotPermitted, []string{"in vain", "invalid argument"}},
+		"no such call":  {&stern{errno: syscall.ENOSYS}, core.NotPermitted, []string{"has no process_vm_readv"}},
+		"no such pid":   {&stern{errno: syscall.ESRCH}, core.Setup, []string{"there is no process"}},
+		"another error": {&stern{errno: syscall.EFAULT}, core.Setup, []string{"has not got what"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, d := strangersTo(t, c.k)
 			d.connect(p)
 			d.down(c.says...)
-			if err := d.tr.Usable(t.Context(), "p"); err == nil {
-				t.Error("it is usable")
+			if err := d.tr.Usable(t.Context(), "p"); core.WhyOf(err) != c.why {
+				t.Errorf("%v is %q, want %q", err, core.WhyOf(err), c.why)
 			}
 		})
 	}
@@ -162,6 +163,9 @@ func TestRefusals(t *testing.T) {
 func TestOtherPidNamespace(t *testing.T) {
 	err := refusedRead(linux{}, 0, syscall.ESRCH, place{pids: "5"}, place{pids: "6"})
 	wants(t, err, "does not see", "5", "6", "--pid host")
+	if why := core.WhyOf(err); why != core.Elsewhere {
+		t.Errorf("%v is %q", err, why)
+	}
 }
 
 // TestRefusedLater: if the kernel refuses in the middle, both sides end what is under way.

@@ -159,7 +159,7 @@ func open(cfg Config, layout *kv.Layout, sink core.Sink, k kernel) (*Transport, 
 
 // blinded explains why process_vm_readv is refused even on this process itself, or must not be called.
 func blinded(why error) error {
-	return fmt.Errorf("local: this process may not call process_vm_readv (%w): a filter of system calls forbids it, that of its container perhaps; allow the call there (docker: a seccomp profile, or --cap-add SYS_PTRACE; systemd: SystemCallFilter=process_vm_readv)", why)
+	return core.NotPermitted.Mark(fmt.Errorf("local: this process may not call process_vm_readv (%w): a filter of system calls forbids it, that of its container perhaps; allow the call there (docker: a seccomp profile, or --cap-add SYS_PTRACE; systemd: SystemCallFilter=process_vm_readv)", why))
 }
 
 // goRun starts a goroutine that Close waits for.

@@ -5,6 +5,7 @@ import (
 	"sync"
 	"syscall"
 
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
@@ -60,21 +61,21 @@ func counted(k kernel, pid int) (undo func()) {
 // refusedRead explains why the kernel does not let D read P's memory, and what helps.
 func refusedRead(k kernel, pid int, errno syscall.Errno, p place, own place) error {
 	if pid == 0 {
-		return fmt.Errorf("the prefill agent's process is in a process namespace that this one does not see (%s, this process's is %s): run both containers in one, as with --pid host or shareProcessNamespace", p.pids, own.pids)
+		return core.Elsewhere.Mark(fmt.Errorf("the prefill agent's process is in a process namespace that this one does not see (%s, this process's is %s): run both containers in one, as with --pid host or shareProcessNamespace", p.pids, own.pids))
 	}
 	switch mode := k.yama(); {
 	case errno == syscall.ESRCH:
 		return fmt.Errorf("there is no process %d here, which the prefill agent's socket names: %w", pid, errno)
 	case errno == syscall.ENOSYS:
-		return fmt.Errorf("the kernel has no process_vm_readv: %w", errno)
+		return core.NotPermitted.Mark(fmt.Errorf("the kernel has no process_vm_readv: %w", errno))
 	case errno != syscall.EPERM && errno != syscall.EACCES:
 		return fmt.Errorf("process %d has not got what the prefill agent has put there: %w", pid, errno)
 	case mode == "3":
-		return fmt.Errorf("this host's kernel forbids it to all (%w): set kernel.yama.ptrace_scope to 1 or less and start the host anew", errno)
+		return core.NotPermitted.Mark(fmt.Errorf("this host's kernel forbids it to all (%w): set kernel.yama.ptrace_scope to 1 or less and start the host anew", errno))
 	case mode == "2":
-		return fmt.Errorf("this host's kernel lets only administrators read process %d (%w): set kernel.yama.ptrace_scope to 1 or less, or give this process CAP_SYS_PTRACE", pid, errno)
+		return core.NotPermitted.Mark(fmt.Errorf("this host's kernel lets only administrators read process %d (%w): set kernel.yama.ptrace_scope to 1 or less, or give this process CAP_SYS_PTRACE", pid, errno))
 	}
-	return fmt.Errorf("the kernel does not let this process read process %d (%w): both need the same user, user namespace and capabilities (or this one CAP_SYS_PTRACE), and process %d must be dumpable, which a program with file capabilities is not", pid, errno, pid)
+	return core.NotPermitted.Mark(fmt.Errorf("the kernel does not let this process read process %d (%w): both need the same user, user namespace and capabilities (or this one CAP_SYS_PTRACE), and process %d must be dumpable, which a program with file capabilities is not", pid, errno, pid))
 }
 
 // barred adds P's verdict to the reason why D cannot read P's memory.

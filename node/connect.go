@@ -67,7 +67,7 @@ func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap str
 					why += ": " + shorten(l.Reason)
 				}
 			}
-			absent[w.Name()] = errors.New(why)
+			absent[w.Name()] = core.Lacking.Mark(errors.New(why))
 			if w.Name() == viaLocal && !t.sameHost(info) {
 				absent[viaLocal] = fmt.Errorf("%w, or of a version that does not tell its host: %s", core.ErrElsewhere, why)
 			}
@@ -77,7 +77,7 @@ func (t *transports) common(ctx context.Context, info *wire.Agent, bootstrap str
 		seals := false
 		if _, ok := w.(encrypting); ok {
 			if seals, refused = t.cfg.encrypts(info.Endpoints[i], "decode", t.cfg.EngineID, "prefill", info.EngineID); refused != nil {
-				absent[w.Name()] = refused
+				absent[w.Name()] = core.NotPermitted.Mark(refused)
 				continue
 			}
 		}
@@ -138,7 +138,7 @@ func (t *transports) connect(peer core.AgentID, engine string, common []commonTr
 		ticket := ticketOf(rep, name)
 		err := error(nil)
 		if len(ticket) == 0 && !fault.On("node-no-ticket") {
-			err = fmt.Errorf("prefill agent %s of engine %q gives no ticket for %s", peer, engine, name)
+			err = core.Lacking.Mark(fmt.Errorf("prefill agent %s of engine %q gives no ticket for %s", peer, engine, name))
 		} else {
 			err = w.via.Connect(peer, w.endpoint, ticket)
 		}

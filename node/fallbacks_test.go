@@ -20,8 +20,8 @@ func TestFallbacksOnThePage(t *testing.T) {
 		t.Helper()
 		page, rank := string(scrape(t, d)), `dp_rank="0",engine_id="engine-both",pp_rank="0",`
 		for _, want := range []string{
-			`kvconn_fallbacks_total{` + rank + fmt.Sprintf(`tp_rank="0",transport="local"} %d`, fallbacks),
-			`kvconn_fallbacks_total{` + rank + `tp_rank="0",transport="tcp"} 0`,
+			`kvconn_fallbacks_total{` + rank + fmt.Sprintf(`reason="lost",tp_rank="0",transport="local"} %d`, fallbacks),
+			`kvconn_fallbacks_total{` + rank + `reason="lost",tp_rank="0",transport="tcp"} 0`,
 			`kvconn_transport_available{` + rank + `tp_rank="0",transport="local"} 1`,
 			`kvconn_bytes_total{direction="in",` + rank + fmt.Sprintf(`tp_rank="0",transport="local"} %d`, local*one),
 			`kvconn_bytes_total{direction="in",` + rank + fmt.Sprintf(`tp_rank="0",transport="tcp"} %d`, tcp*one),
@@ -36,6 +36,9 @@ func TestFallbacksOnThePage(t *testing.T) {
 			if !strings.Contains(page, want+"\n") {
 				t.Errorf("%s the page lacks %s:\n%s", when, want, page)
 			}
+		}
+		if n := strings.Count(page, "\nkvconn_fallbacks_total{"); n != len(d.Stats().Transports)*len(core.Whys()) {
+			t.Errorf("%s the page has %d lines of fallbacks, want one for each transport and each of %v:\n%s", when, n, core.Whys(), page)
 		}
 		lost := `kvconn_loads_total{` + rank + `result="` + core.PeerLost.String() + `",tp_rank="0"} `
 		if got := strings.Contains(page, lost+fmt.Sprintln(failed)); got != (failed > 0) {

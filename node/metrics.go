@@ -56,7 +56,7 @@ var described = []struct {
 	{"kvconn_bytes_total", "Bytes of KV cache moved, by transport.", []string{"transport", "direction"}},
 	{"kvconn_transport_available", "Whether a transport can be used.", []string{"transport"}},
 	{"kvconn_transport_counters", "A transport's own counters: of rdma its writes, doorbells and signalled completions since the start, and its lanes.", []string{"transport", "counter"}},
-	{"kvconn_fallbacks_total", "Loads that went by another transport than this better one.", []string{"transport"}},
+	{"kvconn_fallbacks_total", "Loads that went by another transport than this better one, by the kind of the reason.", []string{"transport", "reason"}},
 	{"kvconn_claims_lost_total", "Claims of which the engine was told that a load could only fail.", nil},
 	{"kvconn_expired_early_total", "Claims and loads of requests that this engine never named.", nil},
 	{"kvconn_partial_offers_total", "Offers that began to move while the engine still worked on their requests.", nil},
@@ -113,11 +113,9 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 			available = 1
 		}
 		gauge("kvconn_transport_available", available, name)
-		var fallbacks uint64
-		for _, n := range t.Fallbacks {
-			fallbacks += n
+		for _, why := range core.Whys() {
+			counter("kvconn_fallbacks_total", t.FallbacksBy[why], name, string(why))
 		}
-		counter("kvconn_fallbacks_total", fallbacks, name)
 		for c, n := range t.Counters {
 			gauge("kvconn_transport_counters", float64(n), name, c)
 		}

@@ -23,7 +23,7 @@ type pair struct {
 }
 
 // errNotConnected says that nobody has told a transport to connect with a peer, or not yet.
-var errNotConnected = errors.New("it is not connected with that peer")
+var errNotConnected = core.Setup.Mark(errors.New("it is not connected with that peer"))
 
 // lacks says why a transport was not told to connect.
 func (p *pair) lacks(name string) error {

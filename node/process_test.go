@@ -45,6 +45,8 @@ func runRole(role, address string) (string, error) {
 		return runRank()
 	case "restricted":
 		return runRestricted(address)
+	case "unseen":
+		return runUnseen(address)
 	}
 	cfg := testConfig(role)
 	cfg.NATSURL, cfg.AdvertiseHost = os.Getenv("KVCONN_TEST_NATS"), "127.0.0.1"

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"strings"
@@ -28,15 +29,14 @@ type loadResults struct {
 	Blocks                  []byte // the first block of each layer, then the second
 	Pairs                   []PairStats
 	Fallbacks               map[string]uint64 // of local
-	Said                    []string          // of the pair
+	FallbacksBy             map[core.Why]uint64
+	Said                    []string // of the pair
 }
 
 // runRestricted is that agent, in a process of its own. It loads two transfers, one after the other, and ends.
 func runRestricted(address string) (string, error) {
-	if action := os.Getenv("KVCONN_TEST_FILTER"); action != "" {
-		if err := callfilter.Install(callfilter.Actions[action], unix.SYS_PROCESS_VM_READV); err != nil {
-			return "", err
-		}
+	if err := filtered(); err != nil {
+		return "", err
 	}
 	seen, logs := observer.New(zap.InfoLevel)
 	a, err := Open(testConfig(RoleDecode), Options{Logger: zap.New(seen), firstWait: bound})
@@ -67,7 +67,7 @@ func runRestricted(address string) (string, error) {
 		}
 		if id == "first" { // before local tries anew
 			s := a.Stats()
-			v.Pairs, v.Fallbacks = s.Pairs, s.Transports[viaLocal].Fallbacks
+			v.Pairs, v.Fallbacks, v.FallbacksBy = s.Pairs, s.Transports[viaLocal].Fallbacks, s.Transports[viaLocal].FallbacksBy
 		}
 	}
 	for l := range layers {
@@ -86,21 +86,21 @@ func runRestricted(address string) (string, error) {
 // exchange caches by tcp, every byte right, and D's log and statistics have local's reason with its remedy.
 func TestRestrictedContainers(t *testing.T) {
 	const nobody = 65534
-	root := []syscall.SysProcIDMap{{ContainerID: os.Geteuid(), HostID: os.Geteuid(), Size: 1}}
 	for name, c := range map[string]struct {
 		how    syscall.SysProcAttr
 		filter string
 		root   bool // only root can start such a process
 		apart  bool // it has a network of its own
+		why    core.Why
 		says   []string
 	}{
-		"a filter of system calls":  {filter: "refuse", says: []string{"operation not permitted", "a filter of system calls forbids it"}},
-		"a filter that traps":       {filter: "trap", says: []string{"SIGSYS", "a filter of system calls forbids it"}},
-		"a filter that ends":        {filter: "kill", says: []string{"SIGSYS", "a filter of system calls forbids it"}},
-		"another user":              {how: syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}, root: true, says: []string{"user id 0", "65534", "run both as one user"}},
-		"another network namespace": {apart: true, root: true, says: []string{"it is on this host in another network namespace", "--network host"}},
-		"another process namespace": {how: syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}, root: true, says: []string{"in a process namespace that this one does not see", "--pid host"}},
-		"another user namespace":    {how: syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER, UidMappings: root, GidMappings: []syscall.SysProcIDMap{{ContainerID: os.Getegid(), HostID: os.Getegid(), Size: 1}}}, says: []string{"operation not permitted", "user namespace"}},
+		"a filter of system calls":  {filter: "refuse", why: core.NotPermitted, says: []string{"operation not permitted", "a filter of system calls forbids it"}},
+		"a filter that traps":       {filter: "trap", why: core.NotPermitted, says: []string{"SIGSYS", "a filter of system calls forbids it"}},
+		"a filter that ends":        {filter: "kill", why: core.NotPermitted, says: []string{"SIGSYS", "a filter of system calls forbids it"}},
+		"another user":              {how: syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}, root: true, why: core.NotPermitted, says: []string{"user id 0", "65534", "run both as one user"}},
+		"another network namespace": {apart: true, root: true, why: core.Elsewhere, says: []string{"it is on this host in another network namespace", "--network host"}},
+		"another process namespace": {how: syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}, root: true, why: core.Elsewhere, says: []string{"in a process namespace that this one does not see", "--pid host"}},
+		"another user namespace":    {how: ownUsers(), why: core.NotPermitted, says: []string{"operation not permitted", "user namespace"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if c.root && os.Geteuid() != 0 {
@@ -120,11 +120,7 @@ func TestRestrictedContainers(t *testing.T) {
 			}
 			ctx, cancel := context.WithTimeout(context.Background(), 4*bound)
 			defer cancel()
-			cmd := exec.CommandContext(ctx, "/proc/self/exe") // whose folder another user may not enter
-			cmd.SysProcAttr, cmd.Dir = &c.how, "/"
-			cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
-			cmd.Env = append(os.Environ(), "KVCONN_TEST_ROLE=restricted", "KVCONN_TEST_ADDRESS="+p.BootstrapAddress(), "KVCONN_TEST_FILTER="+c.filter,
-				"GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0") // else the race detector waits a second for late reports
+			cmd := inContainer(ctx, "restricted", p.BootstrapAddress(), c.filter, c.how)
 			var complains bytes.Buffer
 			cmd.Stderr = &complains
 			var out []byte
@@ -157,8 +153,8 @@ func TestRestrictedContainers(t *testing.T) {
 				t.Fatalf("decode counts %+v", v.Pairs)
 			}
 			pair := v.Pairs[0]
-			if pair.Fallbacks[shorten(pair.Reason)] != 1 || len(pair.Fallbacks) != 1 || len(v.Fallbacks) != 1 {
-				t.Errorf("decode counts %+v, and of local %v", pair, v.Fallbacks)
+			if pair.Fallbacks[shorten(pair.Reason)] != 1 || len(pair.Fallbacks) != 1 || len(v.Fallbacks) != 1 || !maps.Equal(v.FallbacksBy, map[core.Why]uint64{c.why: 1}) {
+				t.Errorf("decode counts %+v, and of local %v, %v", pair, v.Fallbacks, v.FallbacksBy)
 			}
 			if want := "pair goes over tcp: " + pair.Reason; len(v.Said) != 1 || v.Said[0] != want {
 				t.Errorf("decode said %q, want %q once", v.Said, want)
@@ -178,4 +174,31 @@ func TestRestrictedContainers(t *testing.T) {
 // forbidden says whether the machine, not the test, kept a process from its start.
 func forbidden(err error) bool {
 	return os.IsPermission(err) || strings.Contains(err.Error(), syscall.ENOSPC.Error()) || strings.Contains(err.Error(), syscall.EINVAL.Error())
+}
+
+// inContainer is a decode agent in a process of its own, with the restrictions of a container.
+func inContainer(ctx context.Context, role, address, filter string, how syscall.SysProcAttr) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, "/proc/self/exe") // whose folder another user may not enter
+	cmd.SysProcAttr, cmd.Dir = &how, "/"
+	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	cmd.Env = append(os.Environ(), "KVCONN_TEST_ROLE="+role, "KVCONN_TEST_ADDRESS="+address, "KVCONN_TEST_FILTER="+filter,
+		"GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0") // else the race detector waits a second for late reports
+	return cmd
+}
+
+// ownUsers is a user namespace of its own in which this user is the only one.
+func ownUsers() syscall.SysProcAttr {
+	one := func(id int) []syscall.SysProcIDMap {
+		return []syscall.SysProcIDMap{{ContainerID: id, HostID: id, Size: 1}}
+	}
+	return syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER, UidMappings: one(os.Geteuid()), GidMappings: one(os.Getegid())}
+}
+
+// filtered puts this process under a filter of system calls, if it is told to.
+func filtered() error {
+	action := os.Getenv("KVCONN_TEST_FILTER")
+	if action == "" {
+		return nil
+	}
+	return callfilter.Install(callfilter.Actions[action], unix.SYS_PROCESS_VM_READV)
 }

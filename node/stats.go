@@ -94,7 +94,9 @@ type TransportStats struct {
 	Reason    string `json:"reason,omitempty"` // why it is not
 	Counts
 	Fallbacks map[string]uint64 `json:"fallbacks,omitempty"` // loads that another took in its place, by reason
-	Counters  map[string]uint64 `json:"counters,omitempty"`  // of the transport itself: Counters of rdma.Transport, local.Transport
+	// FallbacksBy are the same loads, by the kind of the reason.
+	FallbacksBy map[core.Why]uint64 `json:"fallbacks_by,omitempty"`
+	Counters    map[string]uint64   `json:"counters,omitempty"` // of the transport itself: Counters of rdma.Transport, local.Transport
 }
 
 // PairStats count an agent's transfers with one peer.

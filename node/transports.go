@@ -154,7 +154,7 @@ const firstWait = 2 * time.Second
 const further = rdma.ToldBound + 2*time.Second
 
 // errPending is the reason to pass a transport over that is not set up yet, since the transfer does not wait for that.
-var errPending = errors.New("its setup with that peer has not ended")
+var errPending = core.Setup.Mark(errors.New("its setup with that peer has not ended"))
 
 var expired = func() context.Context {
 	ctx, cancel := context.WithCancelCause(context.Background())
@@ -251,9 +251,10 @@ func (t *transports) chosen(peer core.AgentID, side core.Side, name string, pass
 		for _, o := range passed {
 			s := t.moved[o.name]
 			if s.Fallbacks == nil {
-				s.Fallbacks = map[string]uint64{}
+				s.Fallbacks, s.FallbacksBy = map[string]uint64{}, map[core.Why]uint64{}
 			}
 			count(s.Fallbacks, o.why.Error())
+			s.FallbacksBy[core.WhyOf(o.why)]++
 		}
 	}
 	before, engine := p.now[side], p.engine
@@ -324,7 +325,7 @@ func (t *transports) counted(own map[string]map[string]uint64, lacking map[strin
 	by = map[string]TransportStats{}
 	for name, s := range t.moved {
 		c := *s
-		c.Fallbacks = maps.Clone(s.Fallbacks)
+		c.Fallbacks, c.FallbacksBy = maps.Clone(s.Fallbacks), maps.Clone(s.FallbacksBy)
 		by[name] = c
 	}
 	for name, why := range lacking {

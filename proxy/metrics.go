@@ -17,6 +17,8 @@ type metrics struct {
 	refusals  prometheus.Counter
 	fallbacks prometheus.Counter
 	short     prometheus.Counter
+
+	computed, computedTokens *prometheus.CounterVec
 }
 
 // buckets in seconds: from a router without engines' time to long generations.
@@ -46,7 +48,14 @@ func newMetrics(p *Proxy) *metrics {
 	}
 	m.short = prometheus.NewCounter(prometheus.CounterOpts{Name: "kvconn_proxy_short_requests_total",
 		Help: "Requests that a decode server got alone, since they are smaller than --decode-below."})
-	m.registry.MustRegister(m.short, m.requests, m.seconds, m.firstByte, m.prefill, m.handOver, m.retries, m.noParams, m.refusals, m.fallbacks,
+	m.computed = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvconn_proxy_computed_prompts_total",
+		Help: "Requests whose prompt a decode server computed in a prefill server's place, by reason, and by whether an answer said how many tokens the prompt has."}, []string{"reason", "tokens"})
+	m.computedTokens = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvconn_proxy_computed_tokens_total",
+		Help: "Tokens of these prompts, as the engines' answers say, by reason."}, []string{"reason"})
+	for _, reason := range []string{fellBack, belowLimit, withoutParams, wasRefused} { // so that a rate sees the first one
+		m.computedTokens.WithLabelValues(reason)
+	}
+	m.registry.MustRegister(m.computed, m.computedTokens, m.short, m.requests, m.seconds, m.firstByte, m.prefill, m.handOver, m.retries, m.noParams, m.refusals, m.fallbacks,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",
 			Help: "Completion requests under way."}, func() float64 { return float64(len(p.places)) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_request_bytes",

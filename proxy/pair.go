@@ -112,6 +112,10 @@ func (p *Proxy) tryInTurn(w http.ResponseWriter, ctx context.Context, a *attempt
 // relay gives the client D's whole answer before it returns.
 func (p *Proxy) relay(w http.ResponseWriter, ctx context.Context, a *attempt, d answer) {
 	defer d.close()
+	if a.alone() { // else P's answer says how long the prompt is, where that matters
+		d.usage = &usage{events: d.streams()}
+	}
+	defer func() { p.decodeServed(a, d.usage) }()
 	a.letGo() // D has begun, so that nobody is asked anew
 	a.toPrefill.letGo()
 	p.metrics.firstByte.Observe(time.Since(a.began).Seconds())

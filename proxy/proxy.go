@@ -31,6 +31,7 @@ type Proxy struct {
 	metrics    *metrics
 	draining   atomic.Bool
 	lines      struct{ alone, refused, noParams ratelog.Limit } // of the log, about prompts that no prefill server computes
+	unsaid     unsaid
 	bodies     bodies
 	uploads    uploads
 	askTimeout time.Duration // the constant, but in tests

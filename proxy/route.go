@@ -24,6 +24,7 @@ type request struct {
 	size     int // of the body
 	began    time.Time
 	place    *place
+	tokens   atomic.Int64 // of the prompt, as an engine's answer says; 0 if none has
 
 	// For the log and the metrics, when the request has ended.
 	last    *attempt
@@ -78,6 +79,7 @@ type attempt struct {
 	prompt              *prompt // P's answer, if D's lacks something of it
 	refusal             atomic.Pointer[string]
 	handOver            handOver
+	computed            computed
 }
 
 // refused returns the failure to tell the client. If P said that there is nothing to load, and D
@@ -226,6 +228,7 @@ func (p *Proxy) chooseShort(a *attempt) bool {
 	var h history
 	if a.decode, a.short = p.balancer.decode.pick(p.balancer.policy, h.refuse, h.avoid); a.short {
 		p.metrics.short.Inc()
+		p.decodeComputes(a, belowLimit)
 	}
 	return a.short
 }
@@ -243,6 +246,7 @@ func (p *Proxy) chooseAlone(a *attempt, h *history, last *failure) (ok bool) {
 		why = last.Error()
 	}
 	p.metrics.fallbacks.Inc()
+	p.decodeComputes(a, fellBack)
 	p.lines.alone.Do(func(note string) {
 		p.log.Warn("a decode server computes the prompt itself"+note, a.logFields(zap.String("reason", why))...)
 	})

@@ -31,6 +31,7 @@ type answer struct {
 	err   error  // the error behind first: io.EOF when first is the whole answer
 	end   func() // may be nil
 	sent  *sent  // what is answered; may be nil
+	usage *usage // sees all that is passed on; may be nil
 }
 
 // readFirst waits for the first bytes of the body.
@@ -135,6 +136,9 @@ func (a *answer) relay(w http.ResponseWriter) error {
 	chunk, err := a.first, a.err
 	for {
 		if len(chunk) > 0 {
+			if a.usage != nil {
+				a.usage.read(chunk)
+			}
 			if _, werr := w.Write(chunk); werr != nil {
 				return werr
 			}

@@ -54,6 +54,9 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	case int64(len(text)) > most:
 		return nil, nil // by the other contracts only an error matters, which is small
 	}
+	if p.cfg.FallbackDecode { // a D may yet compute this prompt
+		a.readTokens(text)
+	}
 	if a.prompt != nil {
 		a.prompt.text = text
 		a.keep(held)
@@ -72,6 +75,8 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	if reason := refusal(params); reason != "" {
 		a.refusal.Store(&reason)
 		p.metrics.refusals.Inc()
+		a.readTokens(text)
+		p.decodeComputes(a, wasRefused)
 		p.lines.refused.Do(func(note string) {
 			p.log.Warn("the prefill server has nothing to load"+note, a.logFields(zap.String("reason", reason))...)
 		})
@@ -79,6 +84,8 @@ func (p *Proxy) prefill(ctx context.Context, a *attempt) (json.RawMessage, *fail
 	if p.cfg.Contract == NIXL && params == nil {
 		// D must compute the prompt, as it does for one without a whole block.
 		p.metrics.noParams.Inc()
+		a.readTokens(text)
+		p.decodeComputes(a, withoutParams)
 		p.lines.noParams.Do(func(note string) {
 			p.log.Info("the prefill server answers no kv_transfer_params, so the decode server computes the prompt itself"+note, a.logFields()...)
 		})

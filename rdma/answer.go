@@ -208,7 +208,7 @@ func (src *source) connected(s *signal) {
 	case src.tooEarly && src.r.t.forgotten() == nil: // the memory was registered after P had looked
 		src.requestAgain()
 	default: // P gives up what it was writing
-		tell := src.disconnecting(fmt.Errorf("%w: rdma: prefill agent %s reaches none of this agent's ports: %s", core.ErrConnectionLost, src.peer, s.Reason))
+		tell := src.disconnecting(core.Setup.Mark(fmt.Errorf("%w: rdma: prefill agent %s reaches none of this agent's ports: %s", core.ErrConnectionLost, src.peer, s.Reason)))
 		src.r.t.goRun("rdma no path", tell)
 	}
 }

@@ -81,7 +81,8 @@ func TestSim(t *testing.T) {
 		"smaller-blocks", "larger-blocks", "other-order", "cut-heads", "gathered-heads", "half-block",
 		"hostile-message", "hostile-relay", "hostile-answer", "hostile-stream", "hostile-crowd", "hostile-hoard", "drip",
 		"moment", "moment-shared", "moment-failed", "moment-stuck", "moment-late", "sleep", "elsewhere",
-		"slots", "rings", "ring-wraps", "misplaced", "other-index", "stages", "decode-stages", "stage-without"} {
+		"slots", "rings", "ring-wraps", "misplaced", "other-index", "stages", "decode-stages", "stage-without",
+		"pulls", "slow-copy", "stopped-in-copy", "copied-too-late"} {
 		if sum.Faults[want] == 0 {
 			t.Errorf("in %d seeds there was no %q", seeds, want)
 		}

@@ -54,6 +54,7 @@ func (a *agent) pull(f *frame) {
 		w.fault(wr.v.ID, "%s: a copy of %q begins after %s has ended its write", a.id, wr.v.ID, p.id)
 	}
 	e.flying++
+	w.faults["pulls"]++
 	w.after(a.copyTakes(wr, e.flying == 1 && e.got+len(f.at) == len(e.dst)), func() {
 		e.flying--
 		if !a.dead && !a.shut && !p.dead && !p.shut { // P's Close waits for D

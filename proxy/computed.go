@@ -1,0 +1,141 @@
+package proxy
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Why a decode server computed a prompt that a prefill server was to compute. The words are labels of a metric.
+const (
+	fellBack      = "fallback"
+	belowLimit    = "below_threshold"
+	withoutParams = "no_params"
+	wasRefused    = "refused"
+)
+
+var computedReasons = map[string]string{
+	fellBack:      "no prefill server could serve them",
+	withoutParams: "prefill answered no kv_transfer_params",
+	wasRefused:    "prefill had nothing to load for them",
+}
+
+// computed is what the router knows of a prompt that D may have computed in P's place. P's answer may come after D's.
+type computed struct {
+	mu      sync.Mutex
+	reason  string // "": it has not
+	served  bool   // D has served the request
+	counted bool
+}
+
+// because notes the reason, and reports whether the prompt is to be counted now.
+func (c *computed) because(reason string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.reason = reason
+	return c.count()
+}
+
+// end notes that D has served the request, as because does.
+func (c *computed) end() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.served = true
+	return c.count()
+}
+
+// count is true once. c.mu is held.
+func (c *computed) count() bool {
+	ready := c.served && c.reason != "" && !c.counted
+	c.counted = c.counted || ready
+	return ready
+}
+
+// decodeComputes is called when the router learns that D is to compute a prompt.
+func (p *Proxy) decodeComputes(a *attempt, reason string) {
+	if a.computed.because(reason) {
+		p.countComputed(a)
+	}
+}
+
+// decodeServed is called when D's answer is over; said may be nil.
+func (p *Proxy) decodeServed(a *attempt, said *usage) {
+	if said != nil && said.tokens > 0 {
+		a.tokens.Store(said.tokens)
+	}
+	if a.computed.end() {
+		p.countComputed(a)
+	}
+}
+
+func (p *Proxy) countComputed(a *attempt) {
+	reason, tokens, known := a.computed.reason, a.tokens.Load(), "known"
+	if tokens == 0 {
+		known = "unknown"
+	}
+	p.metrics.computed.WithLabelValues(reason, known).Inc()
+	p.metrics.computedTokens.WithLabelValues(reason).Add(float64(tokens))
+	if computedReasons[reason] == "" { // the operator has set it so
+		return
+	}
+	p.unsaid.add(time.Now(), reason, tokens, func(why string) {
+		p.log.Warn("decode servers computed prompts that prefill servers were to compute: "+why, a.logFields()...)
+	})
+}
+
+// computedEvery is how often the log has a line about such prompts.
+const computedEvery = 30 * time.Second
+
+// unsaid is what the log does not have yet of such prompts, by reason. The first line comes at once.
+type unsaid struct {
+	mu   sync.Mutex
+	last time.Time // of a line
+	sums map[string]*computedSum
+}
+
+type computedSum struct{ prompts, tokens, unknown int64 }
+
+// add notes a prompt; 0 tokens are an unknown number. It calls write if a line is due.
+func (u *unsaid) add(now time.Time, reason string, tokens int64, write func(why string)) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	sum := u.sums[reason]
+	if sum == nil {
+		sum = new(computedSum)
+		if u.sums == nil {
+			u.sums = map[string]*computedSum{}
+		}
+		u.sums[reason] = sum
+	}
+	sum.prompts++
+	sum.tokens += tokens
+	if tokens == 0 {
+		sum.unknown++
+	}
+	if !u.last.IsZero() && now.Sub(u.last) < computedEvery {
+		return
+	}
+	var why []string
+	for _, reason := range slices.Sorted(maps.Keys(u.sums)) {
+		sum := u.sums[reason]
+		text := fmt.Sprintf("%s (%d prompts, %d tokens", computedReasons[reason], sum.prompts, sum.tokens)
+		if sum.unknown > 0 {
+			text += fmt.Sprintf(", and those of %d prompts whose answers do not say it", sum.unknown)
+		}
+		why = append(why, text+")")
+	}
+	u.last, u.sums = now, nil
+	write(strings.Join(why, "; "))
+}
+
+// readTokens takes the number of the prompt's tokens out of P's whole answer.
+func (a *attempt) readTokens(answer []byte) {
+	var u usage
+	u.read(answer)
+	if u.tokens > 0 {
+		a.tokens.Store(u.tokens)
+	}
+}
