@@ -5,8 +5,12 @@ import (
 	"context"
 	"net"
 	"net/http"
+	"net/netip"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // smallHead is how much of a header any connection may have sent and leave unfinished. What net/http makes of a hostile one
@@ -24,7 +28,8 @@ const (
 type conn struct {
 	http.ConnState
 	c    net.Conn
-	list *list.List // waiting, busy, or nil
+	from netip.Prefix // the address that it counts under
+	list *list.List   // waiting, busy, or nil
 	at   *list.Element
 	head int           // bytes of a header that has not come whole
 	long *list.Element // of such headers
@@ -75,9 +80,10 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	k := s.conns[c]
 	if state == http.StateClosed || state == http.StateHijacked {
 		if k != nil {
-			s.leave(k)
 			if k.ConnState == http.StateClosed {
 				s.ending--
+			} else {
+				s.leave(k)
 			}
 		}
 		delete(s.conns, c)
@@ -92,13 +98,15 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 		return
 	}
 	if k == nil {
-		k = &conn{c: c}
+		k = &conn{c: c, from: fault.Pick("http-addresses-alike", quota.AddressOf(c.RemoteAddr()), netip.Prefix{})}
 		// One that was dropped has given its place back, though its goroutine may take half a second to end. Else a burst
 		// of unknown clients, each dropped for the next one, would hold all places with what is about to end.
-		if s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict()) {
+		full := s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict(k.from))
+		s.conns[c] = k
+		s.from.Add(k.from, 1)
+		if full {
 			s.drop(k)
 		}
-		s.conns[c] = k
 	}
 	if k.ConnState == http.StateClosed { // its goroutine is about to end
 		return
@@ -116,18 +124,30 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	}
 }
 
-// evict makes room for a connection: unknown clients that hold all places must not keep others
-// out. mu is held.
-func (s *Server) evict() bool {
-	l := &s.waiting
-	if l.Len() == 0 && s.opt.Brief {
-		l = &s.busy
+// evict makes room for a connection from an address: unknown clients that hold all places must not keep others out. It ends one of an
+// address that has the most, and none of an address that has fewer than the new one's. It is the one that has waited for the longest, or
+// where none of that address waits, and requests are brief, the one that has been busy for the longest. mu is held.
+func (s *Server) evict(from netip.Prefix) bool {
+	k, ok := quota.Gives(s.from, from, s.yielding)
+	if ok {
+		s.drop(k)
 	}
-	if l.Len() == 0 {
-		return false
+	return ok
+}
+
+// yielding calls f with each connection that may give way, in that order, until it returns false. mu is held.
+func (s *Server) yielding(f func(*conn, netip.Prefix) bool) {
+	lists := []*list.List{&s.waiting, &s.busy}
+	if !s.opt.Brief {
+		lists = lists[:1]
 	}
-	s.drop(l.Front().Value.(*conn))
-	return true
+	for _, l := range lists {
+		for e := l.Front(); e != nil; e = e.Next() {
+			if k := e.Value.(*conn); !f(k, k.from) {
+				return
+			}
+		}
+	}
 }
 
 // drop ends a connection. mu is held.
@@ -138,10 +158,11 @@ func (s *Server) drop(k *conn) {
 	hangUp(k.c)
 }
 
-// leave takes a connection out of all lists. mu is held.
+// leave takes a connection out of all lists and counts. mu is held.
 func (s *Server) leave(k *conn) {
 	s.endHead(k)
 	k.move(nil)
+	s.from.Add(k.from, -1)
 }
 
 // move puts a connection behind all others of a list. mu is held.
@@ -158,7 +179,7 @@ func (k *conn) move(to *list.List) {
 func (s *Server) endHead(k *conn) {
 	if k.long != nil {
 		s.longHeads.Remove(k.long)
-		s.longBytes -= k.head
+		s.addLong(k, -k.head)
 	}
 	k.head, k.long = 0, nil
 }
@@ -174,14 +195,26 @@ func (s *Server) readHead(c net.Conn, n int) {
 	k.head += n
 	switch {
 	case k.long != nil:
-		s.longBytes += n
+		s.addLong(k, n)
 	case k.head > smallHead:
 		k.long = s.longHeads.PushBack(k)
-		s.longBytes += k.head
+		s.addLong(k, k.head)
 	}
 	for s.longBytes > s.opt.MaxLongHeads && s.longHeads.Len() > 1 {
-		s.drop(s.longHeads.Front().Value.(*conn))
+		most, _ := s.longFrom.Over(k.from)
+		for e := s.longHeads.Front(); e != nil; e = e.Next() {
+			if k := e.Value.(*conn); s.longFrom[k.from] == most {
+				s.drop(k)
+				break
+			}
+		}
 	}
+}
+
+// addLong counts bytes of a long header. mu is held.
+func (s *Server) addLong(k *conn, n int) {
+	s.longBytes += n
+	s.longFrom.Add(k.from, n)
 }
 
 // patientListener takes no connection while too many that were dropped have not ended.
