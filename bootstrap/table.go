@@ -2,7 +2,12 @@ package bootstrap
 
 import (
 	"fmt"
+	"net/netip"
+	"slices"
 	"sync"
+
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // MaxEntries is how many ranks one table holds.
@@ -42,17 +47,29 @@ type Table struct {
 	engines map[int]Engine
 	entries int
 	limit   int // 0 stands for MaxEntries; tests set less
+	told    []told
+	from    quota.Counts // of told
 	answers answers
 	routes  Routes
+}
+
+// told is a rank that came by POST /register, and from where. No lease ends it.
+type told struct {
+	Registration
+	from netip.Prefix
 }
 
 // Routes returns the ranks from which SGLang's routes answer.
 func (t *Table) Routes() *Routes { return &t.routes }
 
-// Register adds a rank. The very same registration again is fine: a worker
+// Register adds a rank that a lease ends. The very same registration again is fine: a worker
 // that did not hear the answer may ask again. Errors are *InvalidError,
 // *ConflictError and *FullError, and leave the table as it was.
-func (t *Table) Register(r Registration) error {
+func (t *Table) Register(r Registration) error { return t.register(r, nil) }
+
+// register adds a rank that came by POST /register from an address, or from is nil. If the table is full, the newest rank of the address that
+// has the most such ranks gives way: to a rank that a lease ends, and to one of an address that has at least two fewer.
+func (t *Table) register(r Registration, from *netip.Prefix) error {
 	if err := r.validate(); err != nil {
 		return err
 	}
@@ -75,13 +92,14 @@ func (t *Table) Register(r Registration) error {
 	if limit == 0 {
 		limit = MaxEntries
 	}
-	if t.entries >= limit {
+	if t.entries >= limit && !t.makeRoom(from) {
 		return &FullError{Limit: limit}
 	}
 
 	if t.engines == nil {
 		t.engines = map[int]Engine{}
 	}
+	engine, known = t.engines[r.DPRank]
 	if !known {
 		engine = Engine{EngineID: r.EngineID, WorkerAddr: map[int]map[int]string{}}
 		t.engines[r.DPRank] = engine
@@ -91,8 +109,37 @@ func (t *Table) Register(r Registration) error {
 	}
 	engine.WorkerAddr[r.TPRank][r.PPRank] = r.Addr
 	t.entries++
+	if from != nil {
+		t.told = append(t.told, told{r, *from})
+		if t.from == nil {
+			t.from = quota.Counts{}
+		}
+		t.from.Add(*from, 1)
+	}
 	t.answers.changed()
 	return nil
+}
+
+// makeRoom takes a rank out for another; see register. mu is held.
+func (t *Table) makeRoom(from *netip.Prefix) bool {
+	var to netip.Prefix
+	if from != nil {
+		to = *from
+		if _, over := t.from.Over(to); !over || fault.On("table-first-come") {
+			return false
+		}
+	}
+	victim, ok := quota.Gives(t.from, to, func(yield func(Registration, netip.Prefix) bool) {
+		for _, r := range slices.Backward(t.told) {
+			if !yield(r.Registration, r.from) {
+				return
+			}
+		}
+	})
+	if ok {
+		t.remove(victim)
+	}
+	return ok
 }
 
 // Unregister removes a rank and reports whether it was there. It removes a rank only
@@ -107,8 +154,19 @@ func (t *Table) Unregister(r Registration) bool {
 	if !ok || engine.EngineID != r.EngineID || addr != r.Addr {
 		return false
 	}
+	t.remove(r)
+	return true
+}
+
+// remove takes a rank out that is there; mu is held.
+func (t *Table) remove(r Registration) {
+	engine := t.engines[r.DPRank]
 	t.entries--
 	t.answers.changed()
+	if i := slices.IndexFunc(t.told, func(other told) bool { return other.Registration == r }); i >= 0 {
+		t.from.Add(t.told[i].from, -1)
+		t.told = slices.Delete(t.told, i, i+1)
+	}
 	delete(engine.WorkerAddr[r.TPRank], r.PPRank)
 	if len(engine.WorkerAddr[r.TPRank]) == 0 {
 		delete(engine.WorkerAddr, r.TPRank)
@@ -116,7 +174,6 @@ func (t *Table) Unregister(r Registration) bool {
 	if len(engine.WorkerAddr) == 0 {
 		delete(t.engines, r.DPRank)
 	}
-	return true
 }
 
 // Query returns a copy of the table by dp rank. The copy belongs to the caller and

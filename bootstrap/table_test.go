@@ -3,6 +3,7 @@ package bootstrap
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"reflect"
 	"sync"
 	"sync/atomic"
@@ -70,6 +71,61 @@ func TestFullTable(t *testing.T) {
 	}
 	if err := table.Register(Registration{"e", 0, 2, 0, "a"}); err != nil {
 		t.Fatalf("after an Unregister there is room: %v", err)
+	}
+}
+
+// TestRanksOfAnother: a table full of ranks that one address has registered has room for another's, and for one that a lease ends. Those
+// that came last make room. No rank of an address that has as few gives way, and none that a lease ends.
+func TestRanksOfAnother(t *testing.T) {
+	leaktest.Check(t)
+	table, tp := Table{limit: 5}, 0
+	add := func(from *netip.Prefix) error {
+		tp++
+		return table.register(Registration{"e", 0, tp, 0, "a"}, from)
+	}
+	var full *FullError
+	if err := add(nil); err != nil { // 1
+		t.Fatal(err)
+	}
+	for n := range 10 { // 2 to 5, of 11
+		if err := add(&abroad); errors.As(err, &full) != (n >= 4) {
+			t.Fatalf("%d of one address: %v", n, err)
+		}
+	}
+	has := func(tps ...int) {
+		t.Helper()
+		for _, tp := range tps {
+			if table.Query()[0].WorkerAddr[tp][0] == "" {
+				t.Errorf("rank %d is not there: %v", tp, table.Query())
+			}
+		}
+		if table.entries != len(tps) || len(table.told) > table.entries {
+			t.Errorf("%d ranks are there: %v", table.entries, table.Query())
+		}
+	}
+	has(1, 2, 3, 4, 5)
+	if err := add(&home); err != nil { // 12
+		t.Errorf("another address's: %v", err)
+	}
+	has(1, 2, 3, 4, 12)
+	if err := add(&home); err != nil { // 13
+		t.Errorf("3 and 1: %v", err)
+	}
+	has(1, 2, 3, 12, 13)
+	if err := add(&home); !errors.As(err, &full) {
+		t.Errorf("2 and 2: %v", err)
+	}
+	for range 4 {
+		if err := add(nil); err != nil { // 15 to 18
+			t.Errorf("an agent's: %v", err)
+		}
+	}
+	has(1, 15, 16, 17, 18)
+	if len(table.told) != 0 || len(table.from) != 0 {
+		t.Errorf("%v, %v", table.told, table.from)
+	}
+	if err := add(nil); !errors.As(err, &full) {
+		t.Errorf("an agent's beside agents' only: %v", err)
 	}
 }
 
