@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -11,6 +12,7 @@ import (
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
@@ -26,6 +28,7 @@ type joinedRanks struct {
 
 	mu      sync.Mutex // held while a rank comes or goes, so that registry and table agree
 	ranks   map[rankPlace]*joinedRank
+	shares  *quota.Ranking[core.Account, rankPlace] // the bytes of ranks
 	closed  bool
 	joinLog ratelog.Limit // of lines: where all may join, an unknown agent may come and go
 }
@@ -43,6 +46,7 @@ type rankPlace struct{ dp, tp, pp int }
 
 type joinedRank struct {
 	agent *wire.Agent
+	owner core.Account
 	bytes int // of its entry in the registry
 	entry bootstrap.Registration
 	until time.Time // end of its lease
@@ -57,10 +61,15 @@ const (
 )
 
 func newJoinedRanks(c *Config, log *zap.Logger, b *rankListing, h host) *joinedRanks {
-	return &joinedRanks{cfg: c, log: log, listing: b, host: h, ranks: map[rankPlace]*joinedRank{}}
+	return &joinedRanks{cfg: c, log: log, listing: b, host: h, ranks: map[rankPlace]*joinedRank{}, shares: quota.NewRanking[core.Account](rankPlace.compare)}
 }
 
-func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
+// compare has the highest place first.
+func (a rankPlace) compare(b rankPlace) int {
+	return cmp.Or(cmp.Compare(b.dp, a.dp), cmp.Compare(b.tp, a.tp), cmp.Compare(b.pp, a.pp))
+}
+
+func (g *joinedRanks) join(ctx context.Context, owner core.Account, j *wire.Join) (int64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
@@ -75,15 +84,19 @@ func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if old != nil && !known && g.lives(ctx, old) {
 		return 0, fmt.Errorf("the place of %s is taken: agent %s has it and still answers; stop that agent first, or give this rank a place of its own", rankText(j.Agent), old.agent.ID)
 	}
-	bytes, err := g.room(j.Agent, at)
-	if err != nil {
-		return 0, err
-	}
 	var route bootstrap.Rank
 	if !known {
+		var err error
 		if route, err = g.listing.routeOf(j.Agent); err != nil {
 			return 0, err
 		}
+	}
+	if known {
+		owner = old.owner
+	}
+	bytes, err := g.room(ctx, owner, j.Agent, at)
+	if err != nil {
+		return 0, err
 	}
 	since, err := g.host.Host(ctx, j.Agent, j.New, j.Since)
 	if err != nil {
@@ -91,6 +104,7 @@ func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 	}
 	ttl := g.host.TTL()
 	if known {
+		g.shares.Add(owner, at, int64(bytes-old.bytes))
 		old.bytes = bytes
 		old.until = time.Now().Add(ttl)
 		old.end.Reset(ttl)
@@ -104,9 +118,10 @@ func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
 	}
-	n := &joinedRank{agent: j.Agent, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
+	n := &joinedRank{agent: j.Agent, owner: owner, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
 	g.ranks[at] = n
+	g.shares.Add(owner, at, int64(bytes))
 	g.listing.table.Routes().Join(route)
 	g.joinLog.Do(func(note string) {
 		g.log.Info("rank joined"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
@@ -114,8 +129,9 @@ func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 	return since, nil
 }
 
-// room is how many bytes a rank's entry takes, if there is room for it; g.mu is held.
-func (g *joinedRanks) room(a *wire.Agent, at rankPlace) (int, error) {
+// room is how many bytes a rank's entry takes, if there is room for it. Ranks of another account that has more than the rank's would have are
+// dropped if that makes room: their agents are told so when they renew. g.mu is held.
+func (g *joinedRanks) room(ctx context.Context, owner core.Account, a *wire.Agent, at rankPlace) (int, error) {
 	entry, err := a.MarshalMsg(nil)
 	if err != nil {
 		return 0, err
@@ -123,14 +139,36 @@ func (g *joinedRanks) room(a *wire.Agent, at rankPlace) (int, error) {
 	if len(entry) > maxJoinedBytes {
 		return 0, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxJoinedBytes)
 	}
-	sum := len(entry)
+	sum, more := len(entry), int64(len(entry))
 	for other, n := range g.ranks {
 		if other != at {
 			sum += n.bytes
+		} else if n.owner == owner {
+			more -= int64(n.bytes)
 		}
 	}
-	if sum > maxAllJoinedBytes && !fault.On("node-joined-unbounded") {
+	var gone []rankPlace
+	for sum > maxAllJoinedBytes && !fault.On("node-joined-unbounded") {
+		victim, ok := g.shares.Gives(owner, at, more)
+		if n := g.ranks[victim]; ok && n.owner != owner && victim != at && !fault.On("node-joined-first-come") {
+			gone = append(gone, victim)
+			sum -= n.bytes
+			g.shares.Remove(n.owner, victim)
+			continue
+		}
+		for _, kept := range gone {
+			n := g.ranks[kept]
+			g.shares.Add(n.owner, kept, int64(n.bytes))
+		}
 		return 0, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxAllJoinedBytes)
+	}
+	for _, victim := range gone {
+		n := g.ranks[victim]
+		g.log.Warn("rank dropped: its host or key takes the most of the registry, and another rank needs room", zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Int("bytes", n.bytes))
+		g.drop(victim, n)
+		if err := g.host.Unhost(ctx, n.agent); err != nil {
+			g.log.Debug("registration not withdrawn", zap.String("agent", n.agent.ID), zap.Error(err))
+		}
 	}
 	return len(entry), nil
 }
@@ -231,6 +269,7 @@ func (g *joinedRanks) drop(at rankPlace, n *joinedRank) {
 	g.listing.table.Unregister(n.entry)
 	g.listing.table.Routes().Leave(bootstrap.Place{DP: at.dp, TP: at.tp, PP: at.pp})
 	delete(g.ranks, at)
+	g.shares.Remove(n.owner, at)
 }
 
 func (g *joinedRanks) close() {

@@ -76,7 +76,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 		s.machine.finished(from, account, req.Finishes)
 		return &wire.Reply{}
 	case wire.KindJoin:
-		return s.join(from, req.Join)
+		return s.join(from, account, req.Join)
 	case wire.KindSignal:
 		_, t := s.caches()
 		if t == nil || s.peers.get(from) == nil {
@@ -195,7 +195,7 @@ func addAnswers(rep *wire.Reply, answers []core.Answer) {
 }
 
 // join registers another rank at this agent's server, for a while.
-func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
+func (s *server) join(from core.AgentID, account core.Account, j *wire.Join) *wire.Reply {
 	switch {
 	case s.joined == nil:
 		return refuse("agent %s of engine %q has no server that others could join", s.id, s.cfg.EngineID)
@@ -208,7 +208,7 @@ func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
 		s.joined.leave(ctx, j.Agent)
 		return &wire.Reply{}
 	}
-	since, err := s.joined.join(ctx, j)
+	since, err := s.joined.join(ctx, account, j)
 	if err != nil {
 		s.queues.joins.Do(func(note string) {
 			s.log.Warn("rank not registered"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))
