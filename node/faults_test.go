@@ -15,6 +15,7 @@ var defects = []faulttest.Defect{
 	{"node-from-believed", "TestSeedsOfFuzzServe"},
 	{"node-hello-is-use", "TestHellosMakeRoom"},
 	{"node-joins-others", "TestSeedsOfFuzzJoin"},
+	{"node-peers-first-come", "TestPeersByAccount"},
 	{"node-joined-first-come", "TestJoinedRanksOfAnother"},
 	{"node-joined-unbounded", "TestJoinedRanksLeaveRoom"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},

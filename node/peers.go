@@ -13,17 +13,19 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 	"github.com/kvconn/kvconn/wire"
 )
 
-// maxPeers is how many peers are remembered. The peer that was unused for longest is
-// forgotten first. If it comes back, it says hello again. A peer in use is never forgotten
-// for another; one that has only said hello is not in use.
+// maxPeers is how many peers are remembered. The peer that was unused for longest is forgotten first, of the account that has the most.
+// If it comes back, it says hello again. A peer in use is not forgotten for another of its own account; one that has only said hello is
+// not in use.
 const maxPeers = 4096
 
 // peer is this agent's record of another.
 type peer struct {
 	id                core.AgentID
+	account           core.Account // whom it counts under, if it has said hello
 	via               core.Via
 	rank              string        // the peer's engine and rank; "" on P
 	joined            bool          // the peer uses the server of another process
@@ -49,6 +51,7 @@ type peerTable struct {
 	mu             sync.Mutex
 	byID           map[core.AgentID]*peer
 	order          *list.List                        // of *peer, by their last use
+	held           quota.CountsOf[core.Account]      // how many peers each account has
 	known          map[lookup][]core.FoundPart       // the agents of a target that was looked up
 	pendingLookups map[lookup][]core.Resolve         // the loads and claims that wait for a look-up under way
 	dealtRegions   map[core.Target][sha256.Size]byte // sumOf the regions that a rank had when this agent's were dealt out to its engine
@@ -61,7 +64,7 @@ type peerTable struct {
 }
 
 func newPeerTable() *peerTable {
-	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, pendingLookups: map[lookup][]core.Resolve{}, dealtRegions: map[core.Target][sha256.Size]byte{},
+	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), held: quota.CountsOf[core.Account]{}, known: map[lookup][]core.FoundPart{}, pendingLookups: map[lookup][]core.Resolve{}, dealtRegions: map[core.Target][sha256.Size]byte{},
 		matches: matchStore{by: map[cachesKey]*matched{}}, long: make(chan struct{}, 1)}
 }
 
@@ -153,8 +156,8 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 			p.works.Store(true)
 		}
 	} else if t.order.Len() >= maxPeers {
-		first := t.idlest(p.used)
-		if first == nil {
+		first, ok := t.yields(p.account, p.used)
+		if !ok {
 			return nil, errManyPeers
 		}
 		gone = append(gone, first.id)
@@ -173,18 +176,32 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		t.remove(old)
 	}
 	p.place = t.order.PushBack(p)
+	t.held.Add(p.account, 1)
 	t.byID[p.id] = p // met anew, so it is not gone
 	return gone, nil
 }
 
-// idlest is the peer that was unused for longest, among those that are not in use; nil if there is none. t.mu is held.
-func (t *peerTable) idlest(now time.Time) *peer {
-	for e := t.order.Front(); e != nil; e = e.Next() {
-		if p := e.Value.(*peer); !p.busy(now) {
-			return p
+// yields is the peer that makes room for one of an account: of those not in use the one of the account with the most peers that was unused
+// for longest. If that is of another account than the one that has the most, and has said hello lately, one in use gives way in its place:
+// of the account that has the most, if that has at least two more than the newcomer's, and none from which this agent loads. t.mu is held.
+func (t *peerTable) yields(to core.Account, now time.Time) (*peer, bool) {
+	among := func(may func(*peer) bool) (*peer, bool) {
+		return quota.Gives(t.held, to, func(yield func(*peer, core.Account) bool) {
+			for e := t.order.Front(); e != nil; e = e.Next() {
+				if p := e.Value.(*peer); may(p) && !yield(p, p.account) {
+					return
+				}
+			}
+		})
+	}
+	p, ok := among(func(p *peer) bool { return !p.busy(now) })
+	most, over := t.held.Over(to)
+	if over && !fault.On("node-peers-first-come") && (!ok || t.held[p.account] < most && now.Sub(p.used) < keptFor) {
+		if used, found := among(func(p *peer) bool { return p.in == nil && t.held[p.account] == most }); found {
+			return used, true
 		}
 	}
-	return nil
+	return p, ok
 }
 
 // errManyMatches refuses a peer because the matches take too much memory, and all peers were used a moment ago.
@@ -255,6 +272,7 @@ func (t *peerTable) drop(p *peer) {
 func (t *peerTable) remove(p *peer) {
 	delete(t.byID, p.id)
 	t.order.Remove(p.place)
+	t.held.Add(p.account, -1)
 	t.matches.release(p.in)
 	t.matches.release(p.out)
 }

@@ -104,6 +104,56 @@ func TestHellosMakeRoom(t *testing.T) {
 	}
 }
 
+// TestPeersByAccount: an account whose agents all work here, as many as the table has peers, makes room for others, and no more than its
+// share. It makes none for itself. A peer of an account that has few stays, though it is not in use, while that account's agents come and go.
+func TestPeersByAccount(t *testing.T) {
+	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
+	admit := func(account core.Account, id int, works bool) error {
+		p := &peer{id: core.AgentID(fmt.Sprint(account, id)), account: account}
+		p.works.Store(works)
+		_, err := table.admit(p, transport, func() ([]wire.Ticket, error) { return nil, nil })
+		return err
+	}
+	known := func(want bool, ids ...core.AgentID) {
+		t.Helper()
+		for _, id := range ids {
+			if (table.byID[id] != nil) != want {
+				t.Errorf("%s is known: %v", id, !want)
+			}
+		}
+	}
+	if err := admit("quiet", 0, false); err != nil {
+		t.Fatal(err)
+	}
+	for i := range maxPeers + 10 {
+		err := admit("greedy", i, true)
+		if i < maxPeers-1 && err != nil || i >= maxPeers-1 && !errors.Is(err, errManyPeers) {
+			t.Fatalf("%d of one account: %v", i, err)
+		}
+	}
+	known(true, "quiet0", "greedy0")
+	for i := range 10 {
+		if err := admit("new", i, i%2 == 0); err != nil {
+			t.Errorf("another account's: %v", err)
+		}
+	}
+	known(true, "quiet0", "new0", "new9", "greedy10")
+	known(false, "greedy0", "greedy9")
+	for i := range 10 {
+		if err := admit("greedy", maxPeers+i, false); !errors.Is(err, errManyPeers) {
+			t.Errorf("one more of the account that has the most: %v", err)
+		}
+	}
+	for i := range maxPeers {
+		if err := admit("new", 10+i, true); err != nil && !errors.Is(err, errManyPeers) {
+			t.Fatal(err)
+		}
+	}
+	if g, n := table.held["greedy"], table.held["new"]; g < n || g > n+2 || g+n+1 != maxPeers || table.order.Len() != maxPeers {
+		t.Errorf("%v, %d peers", table.held, table.order.Len())
+	}
+}
+
 // TestWhoWorks: a peer is in use once this agent's engine works on a transfer of its own. What it has claimed on the off chance, or what
 // has ended, counts for nothing.
 func TestWhoWorks(t *testing.T) {

@@ -64,7 +64,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 	}
 	switch req.Kind {
 	case wire.KindHello:
-		return s.hello(via, from, req.Hello)
+		return s.hello(via, from, account, req.Hello)
 	case wire.KindLoad:
 		return s.load(from, account, req.Load)
 	case wire.KindRenew:
@@ -92,7 +92,7 @@ func sayHello() *wire.Reply {
 }
 
 // hello checks once for each peer that its blocks can be copied from ours.
-func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Reply {
+func (s *server) hello(via core.Via, from core.AgentID, account core.Account, h *wire.Agent) *wire.Reply {
 	if fault.On("node-from-believed") {
 		from = core.AgentID(h.ID)
 	}
@@ -111,7 +111,7 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 		})
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
-	tickets, err := s.peers.admit(&peer{id: from, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
+	tickets, err := s.peers.admit(&peer{id: from, account: account, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
 	switch {
 	case errors.Is(err, core.ErrTransportClosed): // the agent that comes in its place may take the request
 		return &wire.Reply{Code: int(core.Closed), Reason: "the prefill agent is closing"}
