@@ -40,7 +40,7 @@ func newSessionless(owner func(core.AgentID) string) *sessionless {
 }
 
 // put queues a message. It returns the message that gets no answer since too many wait: this one, if its owner has as many waiting as one
-// may, or more than others; else one of the owner that has the most. nil: there was room.
+// may; else the oldest of the owner that has the most. nil: there was room. It takes no longer if many wait: it runs on NATS's goroutine.
 func (s *sessionless) put(v *inboundRequest) (unanswered *inboundRequest) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,6 +1,10 @@
 package quota
 
-import "testing"
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+)
 
 // TestPlaces: whoever has the most gives way, the oldest first, and to nobody who has more.
 func TestPlaces(t *testing.T) {
@@ -25,7 +29,7 @@ func TestPlaces(t *testing.T) {
 	add("e", 8, 1) // all have one: the oldest of all
 	add("c", 9, 5) // so does it for one that has one
 	if p.Of("a") != 0 || p.Of("c") != 1 || p.Of("b") != 1 {
-		t.Errorf("%v", p.has)
+		t.Error("wrong counts")
 	}
 	p.Remove(6)
 	p.Remove(6)
@@ -36,8 +40,8 @@ func TestPlaces(t *testing.T) {
 	for _, holder := range []int{8, 11, 12, 13} {
 		p.Remove(holder)
 	}
-	if p.Len() != 0 || len(p.has) != 0 || len(p.at) != 0 {
-		t.Errorf("%v is left", p.has)
+	if p.Len() != 0 || len(p.by) != 0 || len(p.most) != 0 {
+		t.Errorf("%v is left", p.by)
 	}
 }
 
@@ -50,8 +54,88 @@ func TestPlacesOfMore(t *testing.T) {
 			t.Errorf("to %s gives way %d, %v, want %d", to, got, ok, want)
 		}
 	}
-	var none Places[string, int]
+	var none Places[string, int] // and no limit
 	if gives, ok := none.Add("a", 1, 0); !ok || gives != 1 || none.Len() != 0 {
 		t.Errorf("of no places: %d, %v", gives, ok)
+	}
+}
+
+// TestPlacesOfMany: whatever is done, the places say what a look at all holders says.
+func TestPlacesOfMany(t *testing.T) {
+	type held struct {
+		owner, holder int
+		weight        int64
+	}
+	rnd := rand.New(rand.NewPCG(1, 2))
+	var p Places[int, int]
+	var model []held // the oldest first
+	for step := range 20000 {
+		holder := rnd.IntN(12)
+		owner := rnd.IntN(4)
+		at := slices.IndexFunc(model, func(h held) bool { return h.holder == holder })
+		more := rnd.Int64N(3)
+		switch rnd.IntN(6) {
+		case 0, 1:
+			if at >= 0 {
+				model = slices.Delete(model, at, at+1)
+			}
+			model = append(model, held{owner, holder, 1 + more})
+			p.Put(owner, holder, 1+more)
+		case 2:
+			if at >= 0 {
+				model[at].weight += more
+			}
+			p.Weigh(holder, more)
+		case 3:
+			if at >= 0 {
+				h := model[at]
+				model = append(slices.Delete(model, at, at+1), h)
+			}
+			p.Renew(holder)
+		case 4:
+			if at >= 0 {
+				model = slices.Delete(model, at, at+1)
+			}
+			p.Remove(holder)
+		default:
+			if h, ok := p.Oldest(); ok && rnd.IntN(2) == 0 {
+				p.Remove(h)
+				model = slices.DeleteFunc(model, func(m held) bool { return m.holder == h })
+			}
+		}
+		has := map[int]int64{}
+		for _, h := range model {
+			has[h.owner] += h.weight
+		}
+		var want, newest held
+		for _, h := range model {
+			if has[h.owner] > has[want.owner] || want.weight == 0 {
+				want = h
+			}
+		}
+		for _, h := range model {
+			if h.owner == want.owner {
+				newest = h
+			}
+		}
+		var most int64
+		if want.weight > 0 {
+			most = has[want.owner]
+		}
+		oldest, ok := p.Oldest()
+		last, _ := p.Newest()
+		if oldest != want.holder || ok != (most > 0) || last != newest.holder || p.Most() != most || p.Len() != len(model) || len(p.by) != len(has) || p.Of(owner) != has[owner] {
+			t.Fatalf("step %d: %d and %d of %d in %d, want %d and %d of %d in %d", step, oldest, last, p.Most(), p.Len(), want.holder, newest.holder, most, len(model))
+		}
+		i := 0
+		for h, o := range p.All() {
+			if m := model[i]; m.holder != h || m.owner != o || !p.Has(h) {
+				t.Fatalf("step %d: place %d is %d's, want %v", step, i, h, m)
+			}
+			i++
+		}
+		if i != len(model) {
+			t.Fatalf("step %d: %d of %d", step, i, len(model))
+		}
 	}
 }
