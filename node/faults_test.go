@@ -16,6 +16,7 @@ var defects = []faulttest.Defect{
 	{"node-hello-is-use", "TestHellosMakeRoom"},
 	{"node-joins-others", "TestSeedsOfFuzzJoin"},
 	{"node-peers-first-come", "TestPeersByAccount"},
+	{"node-works-uncounted", "TestHellosEndNoWork"},
 	{"node-joined-first-come", "TestJoinedRanksOfAnother"},
 	{"node-joined-unbounded", "TestJoinedRanksLeaveRoom"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},

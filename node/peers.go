@@ -12,14 +12,12 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/quota"
 	"github.com/kvconn/kvconn/wire"
 )
 
-// maxPeers is how many peers are remembered. The peer that was unused for longest is forgotten first, of the account that has the most.
-// If it comes back, it says hello again. A peer in use is not forgotten for another of its own account; one that has only said hello is
-// not in use.
+// maxPeers is how many peers are remembered. If there are as many, yields says which is forgotten for the next. If it comes back, it says
+// hello again.
 const maxPeers = 4096
 
 // peer is this agent's record of another.
@@ -51,12 +49,14 @@ type peerTable struct {
 	mu             sync.Mutex
 	byID           map[core.AgentID]*peer
 	order          *list.List                        // of *peer, by their last use
-	held           quota.CountsOf[core.Account]      // how many peers each account has
+	idle           quota.Places[core.Account, *peer] // those that do not work, the longest unused first
+	working        quota.Places[core.Account, *peer] // those that work, but not those from which this agent loads
 	known          map[lookup][]core.FoundPart       // the agents of a target that was looked up
 	pendingLookups map[lookup][]core.Resolve         // the loads and claims that wait for a look-up under way
 	dealtRegions   map[core.Target][sha256.Size]byte // sumOf the regions that a rank had when this agent's were dealt out to its engine
 	matches        matchStore
 	long           chan struct{} // holds a value while a peer with many regions is looked at
+	now            func() time.Time
 
 	// admitting is held while a peer is added and another is dismissed for it, so that
 	// the transports admit exactly the peers of the table.
@@ -64,8 +64,8 @@ type peerTable struct {
 }
 
 func newPeerTable() *peerTable {
-	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), held: quota.CountsOf[core.Account]{}, known: map[lookup][]core.FoundPart{}, pendingLookups: map[lookup][]core.Resolve{}, dealtRegions: map[core.Target][sha256.Size]byte{},
-		matches: matchStore{by: map[cachesKey]*matched{}}, long: make(chan struct{}, 1)}
+	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, pendingLookups: map[lookup][]core.Resolve{}, dealtRegions: map[core.Target][sha256.Size]byte{},
+		matches: matchStore{by: map[cachesKey]*matched{}}, long: make(chan struct{}, 1), now: time.Now}
 }
 
 func (t *peerTable) get(id core.AgentID) *peer {
@@ -73,8 +73,9 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	defer t.mu.Unlock()
 	p := t.byID[id]
 	if p != nil {
-		p.used = time.Now()
+		p.used = t.now()
 		t.order.MoveToBack(p.place)
+		t.idle.Renew(p)
 	}
 	return p
 }
@@ -99,26 +100,6 @@ type dismisser interface {
 	Dismiss(peer core.AgentID)
 }
 
-// keptFor is how long the table remembers a peer after its last use, however many others come. An
-// agent uses a peer with transfers under way once a second.
-const keptFor = 10 * time.Second
-
-// notes remembers that a peer works with this agent, if one of its transfers is one that this agent's engine knows. Claims and loads
-// that the engine has not named do not count, since a peer may name what it likes.
-func (p *peer) notes(answers []core.Answer) []core.Answer {
-	if !p.works.Load() && slices.ContainsFunc(answers, func(a core.Answer) bool {
-		return a.Status == core.StatusPrefill || a.Status == core.StatusOffered || a.Status == core.StatusSending
-	}) {
-		p.works.Store(true)
-	}
-	return answers
-}
-
-// busy says whether the table must remember a peer; t.mu is held.
-func (p *peer) busy(now time.Time) bool {
-	return now.Sub(p.used) < keptFor && (p.works.Load() || fault.On("node-hello-is-use"))
-}
-
 // errBusy refuses a peer's request that the peer is to repeat.
 var errBusy = errors.New("there is too much to do at this moment")
 
@@ -138,7 +119,7 @@ func (t *peerTable) add(p *peer, transports dismisser) error {
 
 // put remembers a peer, and returns the peers that it has forgotten for this one; t.mu is held.
 func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
-	p.used = time.Now()
+	p.used = t.now()
 	old := t.byID[p.id]
 	if old != nil {
 		old.used = p.used // it makes no room for itself
@@ -151,6 +132,9 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		}
 		if p.rank == "" {
 			p.rank, p.joined = old.rank, old.joined
+		}
+		if p.account == "" { // this agent has looked it up
+			p.account = old.account
 		}
 		if old.works.Load() {
 			p.works.Store(true)
@@ -176,32 +160,9 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		t.remove(old)
 	}
 	p.place = t.order.PushBack(p)
-	t.held.Add(p.account, 1)
+	t.count(p)
 	t.byID[p.id] = p // met anew, so it is not gone
 	return gone, nil
-}
-
-// yields is the peer that makes room for one of an account: of those not in use the one of the account with the most peers that was unused
-// for longest. If that is of another account than the one that has the most, and has said hello lately, one in use gives way in its place:
-// of the account that has the most, if that has at least two more than the newcomer's, and none from which this agent loads. t.mu is held.
-func (t *peerTable) yields(to core.Account, now time.Time) (*peer, bool) {
-	among := func(may func(*peer) bool) (*peer, bool) {
-		return quota.Gives(t.held, to, func(yield func(*peer, core.Account) bool) {
-			for e := t.order.Front(); e != nil; e = e.Next() {
-				if p := e.Value.(*peer); may(p) && !yield(p, p.account) {
-					return
-				}
-			}
-		})
-	}
-	p, ok := among(func(p *peer) bool { return !p.busy(now) })
-	most, over := t.held.Over(to)
-	if over && !fault.On("node-peers-first-come") && (!ok || t.held[p.account] < most && now.Sub(p.used) < keptFor) {
-		if used, found := among(func(p *peer) bool { return p.in == nil && t.held[p.account] == most }); found {
-			return used, true
-		}
-	}
-	return p, ok
 }
 
 // errManyMatches refuses a peer because the matches take too much memory, and all peers were used a moment ago.
@@ -216,7 +177,7 @@ func (t *peerTable) makeRoom(bytes int, but *peer) (gone []core.AgentID, err err
 		return nil, nil
 	}
 	var idle []*peer
-	now := time.Now()
+	now := t.now()
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		p := e.Value.(*peer)
 		if p != but && !p.busy(now) && alone(p.in, p.out) > 0 {
@@ -272,7 +233,8 @@ func (t *peerTable) drop(p *peer) {
 func (t *peerTable) remove(p *peer) {
 	delete(t.byID, p.id)
 	t.order.Remove(p.place)
-	t.held.Add(p.account, -1)
+	t.idle.Remove(p)
+	t.working.Remove(p)
 	t.matches.release(p.in)
 	t.matches.release(p.out)
 }

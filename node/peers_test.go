@@ -43,7 +43,7 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 		admit := func() ([]wire.Ticket, error) { return all.admit(id, hello) }
 		if i >= maxPeers { // nobody in use makes room
 			for _, p := range table.byID {
-				p.works.Store(true)
+				table.noteWorks(p)
 			}
 			if _, err := table.admit(&peer{id: id}, all, admit); !errors.Is(err, errManyPeers) || transport.tickets[id] != nil {
 				t.Fatalf("peer %d: %v, admitted %v", i, err, transport.tickets[id] != nil)
@@ -82,7 +82,7 @@ func TestHellosMakeRoom(t *testing.T) {
 		}
 	}
 	admit("works")
-	table.get("works").works.Store(true)
+	table.noteWorks(table.get("works"))
 	admit("works") // it has lost its connection, say
 	admit("newcomer")
 	for i := range maxPeers - 3 {
@@ -104,53 +104,126 @@ func TestHellosMakeRoom(t *testing.T) {
 	}
 }
 
-// TestPeersByAccount: an account whose agents all work here, as many as the table has peers, makes room for others, and no more than its
-// share. It makes none for itself. A peer of an account that has few stays, though it is not in use, while that account's agents come and go.
-func TestPeersByAccount(t *testing.T) {
-	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
-	admit := func(account core.Account, id int, works bool) error {
-		p := &peer{id: core.AgentID(fmt.Sprint(account, id)), account: account}
-		p.works.Store(works)
-		_, err := table.admit(p, transport, func() ([]wire.Ticket, error) { return nil, nil })
-		return err
+// crowd is a peer table of accounts, with a clock that a test sets.
+type crowd struct {
+	*peerTable
+	*admissions
+	t    *testing.T
+	time time.Time
+}
+
+func newCrowd(t *testing.T) *crowd {
+	c := &crowd{newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}, t, time.Now()}
+	c.now = func() time.Time { return c.time }
+	return c
+}
+
+// hello has a peer of an account say hello, and work if it is so.
+func (c *crowd) hello(account core.Account, i int, works bool) error {
+	id := core.AgentID(fmt.Sprint(account, i))
+	_, err := c.admit(&peer{id: id, account: account}, c.admissions, func() ([]wire.Ticket, error) { return nil, nil })
+	if err == nil && works {
+		c.noteWorks(c.byID[id])
 	}
-	known := func(want bool, ids ...core.AgentID) {
-		t.Helper()
-		for _, id := range ids {
-			if (table.byID[id] != nil) != want {
-				t.Errorf("%s is known: %v", id, !want)
-			}
+	return err
+}
+
+func (c *crowd) known(want bool, account core.Account, from, to int) {
+	c.t.Helper()
+	for i := from; i < to; i++ {
+		if (c.byID[core.AgentID(fmt.Sprint(account, i))] != nil) != want {
+			c.t.Errorf("%s%d is known: %v", account, i, !want)
 		}
 	}
-	if err := admit("quiet", 0, false); err != nil {
-		t.Fatal(err)
+	if n := c.idle.Len() + c.working.Len(); n != c.order.Len() || n > maxPeers {
+		c.t.Errorf("%d of %d peers are counted", n, c.order.Len())
 	}
-	for i := range maxPeers + 10 {
-		err := admit("greedy", i, true)
-		if i < maxPeers-1 && err != nil || i >= maxPeers-1 && !errors.Is(err, errManyPeers) {
-			t.Fatalf("%d of one account: %v", i, err)
+}
+
+// full has peers say hello and work until the table has so many.
+func (c *crowd) full(account core.Account, until int) {
+	for c.order.Len() < until {
+		if err := c.hello(account, c.order.Len(), true); err != nil {
+			c.t.Fatal(err)
 		}
 	}
-	known(true, "quiet0", "greedy0")
-	for i := range 10 {
-		if err := admit("new", i, i%2 == 0); err != nil {
-			t.Errorf("another account's: %v", err)
+}
+
+// TestHellosEndNoWork: while there are peers that have only said hello, newcomers end none that works, of whatever account. They push out
+// those of the account with the most.
+func TestHellosEndNoWork(t *testing.T) {
+	c := newCrowd(t)
+	const many = maxPeers - 30
+	c.full("gateway", many)
+	for i := range 30 {
+		account := core.Account("flood")
+		if i == 0 {
+			account = "quiet"
 		}
-	}
-	known(true, "quiet0", "new0", "new9", "greedy10")
-	known(false, "greedy0", "greedy9")
-	for i := range 10 {
-		if err := admit("greedy", maxPeers+i, false); !errors.Is(err, errManyPeers) {
-			t.Errorf("one more of the account that has the most: %v", err)
-		}
-	}
-	for i := range maxPeers {
-		if err := admit("new", 10+i, true); err != nil && !errors.Is(err, errManyPeers) {
+		if err := c.hello(account, i, false); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if g, n := table.held["greedy"], table.held["new"]; g < n || g > n+2 || g+n+1 != maxPeers || table.order.Len() != maxPeers {
-		t.Errorf("%v, %d peers", table.held, table.order.Len())
+	for i := range 1000 {
+		for _, account := range []core.Account{"flood", "other", "third", "gateway"} {
+			if err := c.hello(account, maxPeers+i, false); err != nil {
+				t.Fatalf("%s: %v", account, err)
+			}
+		}
+	}
+	c.known(true, "gateway", 0, many)
+	c.known(true, "quiet", 0, 1)
+}
+
+// TestPeersByAccount: if all peers work, one account's newcomers push out those of another that are more than half of all, until they are no
+// more than that. So an account whose agents work, as many as the table has peers, keeps no other out.
+func TestPeersByAccount(t *testing.T) {
+	c := newCrowd(t)
+	const half = maxPeers / 2
+	c.full("greedy", half+3)
+	c.full("other", maxPeers)
+	if err := c.hello("greedy", maxPeers, false); !errors.Is(err, errManyPeers) {
+		t.Errorf("one more of the account that has the most: %v", err)
+	}
+	for i := range 5 {
+		if err := c.hello("new", i, true); errors.Is(err, errManyPeers) != (i >= 3) {
+			t.Errorf("another account's %d: %v", i, err)
+		}
+	}
+	c.known(false, "greedy", 0, 3)
+	c.known(true, "greedy", 3, half+3)
+	c.known(true, "other", half+3, maxPeers)
+	c.known(true, "new", 0, 3)
+}
+
+// TestStalePeers: a peer that was not used lately makes room for any other, also for one of an account that has the most, and for one that
+// this agent looks up.
+func TestStalePeers(t *testing.T) {
+	c := newCrowd(t)
+	c.full("gone", 2)
+	c.full("gateway", maxPeers)
+	c.time = c.time.Add(keptFor)
+	for i := 2; i < maxPeers; i++ {
+		c.get(core.AgentID(fmt.Sprint("gateway", i)))
+	}
+	if err := c.hello("gateway", maxPeers, true); err != nil {
+		t.Error(err)
+	}
+	c.known(false, "gone", 0, 1)
+	c.known(true, "gone", 1, 2)
+	connect := func(id core.AgentID) error {
+		return c.connect(&peer{id: id}, c.admissions, func() error { return nil })
+	}
+	if err := connect("P"); err != nil {
+		t.Error(err)
+	}
+	c.known(false, "gone", 1, 2)
+	c.known(true, "gateway", 2, maxPeers+1)
+	if err := connect("Q"); err == nil {
+		t.Error("all peers work, and one that this agent looks up gets in")
+	}
+	if err := connect("gateway2"); err != nil || c.byID["gateway2"].account != "gateway" {
+		t.Errorf("one that has said hello is looked up: %v, it is %q's", err, c.byID["gateway2"].account)
 	}
 }
 
@@ -160,7 +233,7 @@ func TestWhoWorks(t *testing.T) {
 	for status, works := range map[core.Status]bool{core.StatusUnknown: false, core.StatusEarly: false, core.StatusPrefill: true, core.StatusOffered: true,
 		core.StatusSending: true, core.StatusSent: false, core.StatusEnded: false, core.StatusRestart: false} {
 		p := &peer{}
-		if p.notes([]core.Answer{{Status: core.StatusUnknown}, {Status: status}}); p.works.Load() != works {
+		if newPeerTable().notes(p, []core.Answer{{Status: core.StatusUnknown}, {Status: status}}); p.works.Load() != works {
 			t.Errorf("with a transfer of status %d it works: %v", status, p.works.Load())
 		}
 	}

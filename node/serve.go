@@ -152,7 +152,7 @@ func (s *server) load(from core.AgentID, account core.Account, l *wire.Load) *wi
 	if answer.Code == core.OK && !p.works.Load() {
 		for _, ans := range s.renewed(core.RenewMessage{From: from, Loads: []core.TransferID{msg.ID}}) {
 			if ans.Status != core.StatusUnknown && ans.Status != core.StatusEarly { // the engine has named it; it may have ended already
-				p.works.Store(true)
+				s.peers.noteWorks(p)
 			}
 		}
 	}
@@ -172,10 +172,10 @@ func (s *server) renew(from core.AgentID, account core.Account, r *wire.Renew) *
 	if p := s.peers.get(from); p != nil && p.out != nil {
 		s.renewed(core.RenewMessage{From: from}) // it lives
 		for part := range slices.Chunk(r.Loads, core.MaxLocked) {
-			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Loads: transferIDs(part)})))
+			addAnswers(rep, s.peers.notes(p, s.renewed(core.RenewMessage{From: from, Loads: transferIDs(part)})))
 		}
 		for part := range slices.Chunk(r.Claims, core.MaxLocked) {
-			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Account: account, Claims: transferIDs(part)})))
+			addAnswers(rep, s.peers.notes(p, s.renewed(core.RenewMessage{From: from, Account: account, Claims: transferIDs(part)})))
 		}
 	}
 	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {
