@@ -1,7 +1,6 @@
 package httpserve
 
 import (
-	"container/list"
 	"context"
 	"net"
 	"net/http"
@@ -29,11 +28,12 @@ type conn struct {
 	http.ConnState
 	c    net.Conn
 	from netip.Prefix // the address that it counts under
-	list *list.List   // waiting, busy, or nil
-	at   *list.Element
-	head int           // bytes of a header that has not come whole
-	long *list.Element // of such headers
+	list *places      // waiting, busy, or nil
+	head int          // bytes of a header that has not come whole
 }
+
+// places are connections by their addresses.
+type places = quota.Places[netip.Prefix, *conn]
 
 // connKey is under which a request's context has its connOf.
 type connKey struct{}
@@ -65,7 +65,7 @@ func (s *Server) answering(h http.Handler) http.Handler {
 }
 
 // move puts the connection of a request into a list.
-func (of connOf) move(l *list.List) {
+func (of connOf) move(l *places) {
 	of.s.mu.Lock()
 	defer of.s.mu.Unlock()
 	if k := of.s.conns[of.c]; k != nil && k.ConnState == http.StateActive {
@@ -101,9 +101,8 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 		k = &conn{c: c, from: fault.Pick("http-addresses-alike", quota.AddressOf(c.RemoteAddr()), netip.Prefix{})}
 		// One that was dropped has given its place back, though its goroutine may take half a second to end. Else a burst
 		// of unknown clients, each dropped for the next one, would hold all places with what is about to end.
-		full := s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict(k.from))
+		full := s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict())
 		s.conns[c] = k
-		s.from.Add(k.from, 1)
 		if full {
 			s.drop(k)
 		}
@@ -124,30 +123,19 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	}
 }
 
-// evict makes room for a connection from an address: unknown clients that hold all places must not keep others out. It ends one of an
-// address that has the most, and none of an address that has fewer than the new one's. It is the one that has waited for the longest, or
-// where none of that address waits, and requests are brief, the one that has been busy for the longest. mu is held.
-func (s *Server) evict(from netip.Prefix) bool {
-	k, ok := quota.Gives(s.from, from, s.yielding)
+// evict makes room for a connection: unknown clients that hold all places must not keep others out. Of the connections that wait for their
+// clients it ends the one that has waited for the longest, of the address of which most wait: no client that works with many at a time gives one
+// that works for one that says nothing. If none waits, and requests are brief, it ends the one that has been busy for the longest, of the
+// address of which most are busy. mu is held.
+func (s *Server) evict() bool {
+	k, ok := s.waiting.Oldest()
+	if (!ok || fault.On("http-work-gives-way") && s.busy.Most() > s.waiting.Most()) && s.opt.Brief {
+		k, ok = s.busy.Oldest()
+	}
 	if ok {
 		s.drop(k)
 	}
 	return ok
-}
-
-// yielding calls f with each connection that may give way, in that order, until it returns false. mu is held.
-func (s *Server) yielding(f func(*conn, netip.Prefix) bool) {
-	lists := []*list.List{&s.waiting, &s.busy}
-	if !s.opt.Brief {
-		lists = lists[:1]
-	}
-	for _, l := range lists {
-		for e := l.Front(); e != nil; e = e.Next() {
-			if k := e.Value.(*conn); !f(k, k.from) {
-				return
-			}
-		}
-	}
 }
 
 // drop ends a connection. mu is held.
@@ -158,30 +146,29 @@ func (s *Server) drop(k *conn) {
 	hangUp(k.c)
 }
 
-// leave takes a connection out of all lists and counts. mu is held.
+// leave takes a connection out of all lists. mu is held.
 func (s *Server) leave(k *conn) {
 	s.endHead(k)
 	k.move(nil)
-	s.from.Add(k.from, -1)
 }
 
 // move puts a connection behind all others of a list. mu is held.
-func (k *conn) move(to *list.List) {
+func (k *conn) move(to *places) {
 	if k.list != nil {
-		k.list.Remove(k.at)
+		k.list.Remove(k)
 	}
 	if k.list = to; to != nil {
-		k.at = to.PushBack(k)
+		to.Put(k.from, k, 1)
 	}
 }
 
 // endHead forgets a header. mu is held.
 func (s *Server) endHead(k *conn) {
-	if k.long != nil {
-		s.longHeads.Remove(k.long)
-		s.addLong(k, -k.head)
+	if s.longHeads.Has(k) {
+		s.longHeads.Remove(k)
+		s.longBytes -= k.head
 	}
-	k.head, k.long = 0, nil
+	k.head = 0
 }
 
 // readHead counts bytes of a header.
@@ -194,27 +181,17 @@ func (s *Server) readHead(c net.Conn, n int) {
 	}
 	k.head += n
 	switch {
-	case k.long != nil:
-		s.addLong(k, n)
+	case s.longHeads.Has(k):
+		s.longHeads.Weigh(k, int64(n))
+		s.longBytes += n
 	case k.head > smallHead:
-		k.long = s.longHeads.PushBack(k)
-		s.addLong(k, k.head)
+		s.longHeads.Put(k.from, k, int64(k.head))
+		s.longBytes += k.head
 	}
 	for s.longBytes > s.opt.MaxLongHeads && s.longHeads.Len() > 1 {
-		most, _ := s.longFrom.Over(k.from)
-		for e := s.longHeads.Front(); e != nil; e = e.Next() {
-			if k := e.Value.(*conn); s.longFrom[k.from] == most {
-				s.drop(k)
-				break
-			}
-		}
+		long, _ := s.longHeads.Oldest()
+		s.drop(long)
 	}
-}
-
-// addLong counts bytes of a long header. mu is held.
-func (s *Server) addLong(k *conn, n int) {
-	s.longBytes += n
-	s.longFrom.Add(k.from, n)
 }
 
 // patientListener takes no connection while too many that were dropped have not ended.

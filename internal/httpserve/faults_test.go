@@ -11,6 +11,8 @@ import (
 // defects are the places of internal/fault in this package, each with the test that finds it.
 var defects = []faulttest.Defect{
 	{"http-addresses-alike", "TestPlacesByAddress"},
+	{"http-addresses-alike", "TestBriefRequestsByAddress"},
+	{"http-work-gives-way", "TestRequestsOfOneAddress"},
 	{"http-addresses-alike", "TestLongHeadsByAddress"},
 }
 

@@ -3,7 +3,6 @@
 package httpserve
 
 import (
-	"container/list"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -18,7 +17,6 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/kvconn/kvconn/internal/quota"
 	"github.com/kvconn/kvconn/internal/ratelog"
 )
 
@@ -45,14 +43,14 @@ type Options struct {
 	HeadTimeout time.Duration
 	// MaxHeaderBytes is that of http.Server.
 	MaxHeaderBytes int
-	// MaxConns bounds the connections that are not hijacked. A new one ends one of the address that has the most, if that has no fewer
-	// than its own: the one that has waited for its client the longest. 0 means no bound.
+	// MaxConns bounds the connections that are not hijacked. A new one ends the one that has waited for its client the longest, of the
+	// address of which most wait. 0 means no bound.
 	MaxConns int
 	// MaxLongHeads bounds the bytes of headers that have not come whole, of those of more than
 	// smallHead bytes. Beyond it the one that began first ends, of the address that has the most. 0 means no bound. Not with TLS.
 	MaxLongHeads int
-	// Brief says that all requests are brief. If each connection of the address that has the most has one under way, a new
-	// connection ends the one whose request has taken the longest.
+	// Brief says that all requests are brief. If each connection has one under way, a new connection ends the one whose request has taken
+	// the longest, of the address that has the most. Else the new one ends.
 	Brief bool
 	// TLS makes the server speak https.
 	TLS *tls.Config
@@ -80,12 +78,10 @@ type Server struct {
 	empty    chan struct{} // made by a waiting Close, closed with the last conn
 
 	// Connections in the order in which they came there.
-	waiting   list.List    // for their client
-	busy      list.List    // with a request that is not
-	longHeads list.List    // for the rest of a long header; these wait too
-	longBytes int          // of those headers
-	from      quota.Counts // the connections that were not dropped, by address
-	longFrom  quota.Counts // longBytes, by address
+	waiting   places // for their client
+	busy      places // with a request that is not
+	longHeads places // for the rest of a long header; these wait too
+	longBytes int    // of those headers
 }
 
 // New returns a server for h, not yet listening.
@@ -94,7 +90,7 @@ func New(h http.Handler, opt Options) *Server {
 		opt.Logger = zap.NewNop()
 	}
 	base, cancel := context.WithCancel(context.Background())
-	s := &Server{opt: opt, cancel: cancel, conns: map[net.Conn]*conn{}, from: quota.Counts{}, longFrom: quota.Counts{}, left: make(chan struct{}, 1)}
+	s := &Server{opt: opt, cancel: cancel, conns: map[net.Conn]*conn{}, left: make(chan struct{}, 1)}
 	s.http = &http.Server{
 		Handler:           s.answering(h),
 		ReadHeaderTimeout: opt.ReadHeaderTimeout,

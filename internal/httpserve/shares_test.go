@@ -25,58 +25,107 @@ func sayFrom(t *testing.T, s *Server, ip, text string) net.Conn {
 	return c
 }
 
-// TestPlacesByAddress: while one address opens more connections than there are places, another's keep theirs: one that has sent nothing
-// yet, one that is idle between two requests, and one that has a request under way, whether or not requests are brief. A new one of
-// another address gets in.
+// slow serves requests for /slow, which end at release, and others.
+func slow(t *testing.T, opt Options) (s *Server, at, release chan struct{}) {
+	at, release = make(chan struct{}, 100), make(chan struct{})
+	return serve(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/slow" {
+			at <- struct{}{}
+			<-release
+		}
+		_, _ = io.WriteString(w, "hello")
+	}, opt), at, release
+}
+
+const (
+	slowly  = "GET /slow HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+	quick   = "GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+	closing = "GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+)
+
+// answers holds a connection to an answer, after what ends with first.
+func answers(t *testing.T, what string, c net.Conn, first string) {
+	t.Helper()
+	answer, err := io.ReadAll(c)
+	if _, last, _ := strings.Cut(string(answer), first); err != nil || !strings.HasSuffix(last, "hello") {
+		t.Errorf("%s: %q, %v", what, answer, err)
+	}
+}
+
+// TestPlacesByAddress: while one address opens more connections than there are places, and says nothing or does not end what it says, another's
+// keep theirs: one that has sent nothing yet, one that is idle between two requests, and one that has a request under way. A new one of another
+// address gets in.
 func TestPlacesByAddress(t *testing.T) {
 	const honest, flood = "127.0.0.1", "127.0.0.2"
-	for name, c := range map[string]struct {
-		brief bool
-		says  string
-	}{
-		"silent": {true, ""}, "half a header": {false, "GET / HTTP/1.1\r\n"}, "at work": {true, "GET /slow HTTP/1.1\r\nHost: h\r\n\r\n"},
-	} {
+	for name, says := range map[string]string{"silent": "", "half a header": "GET / HTTP/1.1\r\n"} {
 		t.Run(name, func(t *testing.T) {
 			leaktest.Check(t)
-			at, release := make(chan struct{}, 100), make(chan struct{})
-			s := serve(t, func(w http.ResponseWriter, r *http.Request) {
-				if r.URL.Path == "/slow" {
-					at <- struct{}{}
-					<-release
-				}
-				_, _ = io.WriteString(w, "hello")
-			}, Options{MaxConns: 12, Brief: c.brief})
-			quick := "GET / HTTP/1.1\r\nHost: h\r\n"
-			answers := func(what string, conn net.Conn, last string) {
-				t.Helper()
-				answer, err := io.ReadAll(conn)
-				if _, last, _ := strings.Cut(string(answer), last); err != nil || !strings.HasSuffix(last, "hello") {
-					t.Errorf("%s: %q, %v", what, answer, err)
-				}
-			}
-			busy := sayFrom(t, s, honest, "GET /slow HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+			s, at, release := slow(t, Options{MaxConns: 12, Brief: says == ""})
+			busy := sayFrom(t, s, honest, slowly)
 			<-at
 			silent := sayFrom(t, s, honest, "")
-			idle := sayFrom(t, s, honest, quick+"\r\n")
+			idle := sayFrom(t, s, honest, quick)
 			head := make([]byte, len("HTTP/1.1 200"))
 			if _, err := io.ReadFull(idle, head); err != nil {
 				t.Fatal(err)
 			}
 			for range 30 {
-				sayFrom(t, s, flood, c.says)
-				if strings.Contains(c.says, "/slow") {
-					<-at // so that none of the flood's waits
-				}
+				sayFrom(t, s, flood, says)
 			}
-			answers("another address", sayFrom(t, s, "127.0.0.3", quick+"Connection: close\r\n\r\n"), "")
-			_, _ = io.WriteString(silent, quick+"Connection: close\r\n\r\n")
-			answers("one that had said nothing", silent, "")
-			_, _ = io.WriteString(idle, quick+"Connection: close\r\n\r\n")
-			answers("one that was idle", idle, "hello")
+			answers(t, "another address", sayFrom(t, s, "127.0.0.3", closing), "")
+			_, _ = io.WriteString(silent, closing)
+			answers(t, "one that had said nothing", silent, "")
+			_, _ = io.WriteString(idle, closing)
+			answers(t, "one that was idle", idle, "hello")
 			close(release)
-			answers("one at work", busy, "")
+			answers(t, "one at work", busy, "")
 		})
 	}
+}
+
+// TestRequestsOfOneAddress: an address that has many requests under way, as one of a load balancer, loses none while there are connections
+// that wait for their clients, and gets more of them answered. Those that wait are of addresses that each have few.
+func TestRequestsOfOneAddress(t *testing.T) {
+	for _, brief := range []bool{false, true} {
+		t.Run(fmt.Sprint("brief ", brief), func(t *testing.T) {
+			leaktest.Check(t)
+			s, at, release := slow(t, Options{MaxConns: 12, Brief: brief})
+			var under []net.Conn
+			work := func() {
+				under = append(under, sayFrom(t, s, "127.0.0.1", slowly))
+				<-at
+			}
+			for range 8 {
+				work()
+			}
+			for i := range 20 {
+				sayFrom(t, s, fmt.Sprint("127.0.1.", 1+i), "")
+			}
+			for range 4 { // the strangers' that wait are as many
+				work()
+			}
+			close(release)
+			for i, c := range under {
+				answers(t, fmt.Sprint("request ", i), c, "")
+			}
+		})
+	}
+}
+
+// TestBriefRequestsByAddress: if all connections have requests under way, and these are brief, those of the address that has the most give
+// way, and none of another.
+func TestBriefRequestsByAddress(t *testing.T) {
+	leaktest.Check(t)
+	s, at, release := slow(t, Options{MaxConns: 12, Brief: true})
+	busy := sayFrom(t, s, "127.0.0.1", slowly)
+	<-at
+	for range 30 {
+		sayFrom(t, s, "127.0.0.2", slowly)
+		<-at
+	}
+	answers(t, "another address", sayFrom(t, s, "127.0.0.3", closing), "")
+	close(release)
+	answers(t, "one at work", busy, "")
 }
 
 // TestLongHeadsByAddress: the long headers that one address does not send to their ends push out its own.
@@ -104,8 +153,8 @@ func TestLongHeadsByAddress(t *testing.T) {
 		c := sayFrom(t, s, "127.0.0.2", begin)
 		port := c.LocalAddr().String()
 		until("a header was not read", func() bool {
-			for e := s.longHeads.Back(); e != nil; e = e.Prev() {
-				if k := e.Value.(*conn); k.c.RemoteAddr().String() == port {
+			for k := range s.longHeads.All() {
+				if k.c.RemoteAddr().String() == port {
 					return true
 				}
 			}
