@@ -11,6 +11,8 @@ import (
 // defects are the places of internal/fault in this package, each with the test that finds it.
 var defects = []faulttest.Defect{
 	{"table-first-come", "TestRanksOfAnother"},
+	{"table-few-give-way", "TestFewRanksStay"},
+	{"table-lease-told", "TestToldAndJoined"},
 	{"rooms-addresses-alike", "TestRoomsOfAnother"},
 }
 

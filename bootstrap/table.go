@@ -3,7 +3,6 @@ package bootstrap
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 	"sync"
 
 	"github.com/kvconn/kvconn/internal/fault"
@@ -46,17 +45,10 @@ type Table struct {
 	mu      sync.Mutex
 	engines map[int]Engine
 	entries int
-	limit   int // 0 stands for MaxEntries; tests set less
-	told    []told
-	from    quota.Counts // of told
+	limit   int                                      // 0 stands for MaxEntries; tests set less
+	told    quota.Places[netip.Prefix, Registration] // those that came by POST /register, by where from; no lease ends them
 	answers answers
 	routes  Routes
-}
-
-// told is a rank that came by POST /register, and from where. No lease ends it.
-type told struct {
-	Registration
-	from netip.Prefix
 }
 
 // Routes returns the ranks from which SGLang's routes answer.
@@ -68,7 +60,7 @@ func (t *Table) Routes() *Routes { return &t.routes }
 func (t *Table) Register(r Registration) error { return t.register(r, nil) }
 
 // register adds a rank that came by POST /register from an address, or from is nil. If the table is full, the newest rank of the address that
-// has the most such ranks gives way: to a rank that a lease ends, and to one of an address that has at least two fewer.
+// has the most such ranks gives way: to a rank that a lease ends, and if the address has more than a quarter of the table, to one of another.
 func (t *Table) register(r Registration, from *netip.Prefix) error {
 	if err := r.validate(); err != nil {
 		return err
@@ -83,6 +75,9 @@ func (t *Table) register(r Registration, from *netip.Prefix) error {
 	}
 	if addr, ok := engine.WorkerAddr[r.TPRank][r.PPRank]; ok {
 		if addr == r.Addr {
+			if from == nil && !fault.On("table-lease-told") { // a lease ends it from now on
+				t.told.Remove(r)
+			}
 			return nil
 		}
 		return &ConflictError{fmt.Sprintf("Worker with dp_rank=%d, tp_rank=%d, pp_rank=%d is already registered at %s, but still want to register at %s",
@@ -92,7 +87,7 @@ func (t *Table) register(r Registration, from *netip.Prefix) error {
 	if limit == 0 {
 		limit = MaxEntries
 	}
-	if t.entries >= limit && !t.makeRoom(from) {
+	if t.entries >= limit && !t.makeRoom(from, limit) {
 		return &FullError{Limit: limit}
 	}
 
@@ -110,32 +105,20 @@ func (t *Table) register(r Registration, from *netip.Prefix) error {
 	engine.WorkerAddr[r.TPRank][r.PPRank] = r.Addr
 	t.entries++
 	if from != nil {
-		t.told = append(t.told, told{r, *from})
-		if t.from == nil {
-			t.from = quota.Counts{}
-		}
-		t.from.Add(*from, 1)
+		t.told.Put(*from, r, 1)
 	}
 	t.answers.changed()
 	return nil
 }
 
-// makeRoom takes a rank out for another; see register. mu is held.
-func (t *Table) makeRoom(from *netip.Prefix) bool {
-	var to netip.Prefix
-	if from != nil {
-		to = *from
-		if _, over := t.from.Over(to); !over || fault.On("table-first-come") {
-			return false
-		}
+// makeRoom takes a rank out for another; see register. An engine that has told of its ranks tells once only: so those of an address that has
+// few stay, however many addresses come. mu is held.
+func (t *Table) makeRoom(from *netip.Prefix, limit int) bool {
+	most := t.told.Most()
+	if from != nil && (most <= int64(limit/4) || most <= t.told.Of(*from)+1 || fault.On("table-first-come")) && !fault.On("table-few-give-way") {
+		return false
 	}
-	victim, ok := quota.Gives(t.from, to, func(yield func(Registration, netip.Prefix) bool) {
-		for _, r := range slices.Backward(t.told) {
-			if !yield(r.Registration, r.from) {
-				return
-			}
-		}
-	})
+	victim, ok := t.told.Newest()
 	if ok {
 		t.remove(victim)
 	}
@@ -163,10 +146,7 @@ func (t *Table) remove(r Registration) {
 	engine := t.engines[r.DPRank]
 	t.entries--
 	t.answers.changed()
-	if i := slices.IndexFunc(t.told, func(other told) bool { return other.Registration == r }); i >= 0 {
-		t.from.Add(t.told[i].from, -1)
-		t.told = slices.Delete(t.told, i, i+1)
-	}
+	t.told.Remove(r)
 	delete(engine.WorkerAddr[r.TPRank], r.PPRank)
 	if len(engine.WorkerAddr[r.TPRank]) == 0 {
 		delete(engine.WorkerAddr, r.TPRank)

@@ -5,22 +5,6 @@ import (
 	"iter"
 )
 
-// Gives is who gives its place to one more of an owner, of those that hold one each: all are they, with their owners, and counts how many
-// places each owner has. It is the first of all whose owner has the most. An owner gives nothing to one that has more than itself. So
-// whoever has taken the most makes room for himself and for others, and if all have as many it is whoever comes first.
-func Gives[O, H comparable](counts CountsOf[O], to O, all iter.Seq2[H, O]) (victim H, ok bool) {
-	most, _ := counts.Over(to)
-	has := 0
-	for h, o := range all {
-		if n := counts[o]; n > has && n >= counts[to] {
-			if victim, ok, has = h, true, n; n == most {
-				break
-			}
-		}
-	}
-	return victim, ok
-}
-
 // Places are held by holders, each of which is one of an owner's. If one must give way it is one of the owner that has the most, and of two
 // owners with as much the one with the oldest holder. So whoever has taken the most makes room for himself and for others. Who gives way is
 // known at once, however many hold a place. The zero Places are all free. They have no lock.
@@ -134,6 +118,15 @@ func (p *Places[O, H]) Oldest() (holder H, ok bool) {
 		return holder, false
 	}
 	return p.most[0].own.first.holder, true
+}
+
+// OldestOf is the oldest holder of an owner; false if it has none.
+func (p *Places[O, H]) OldestOf(owner O) (holder H, ok bool) {
+	of := p.by[owner]
+	if of == nil {
+		return holder, false
+	}
+	return of.own.first.holder, true
 }
 
 // Newest is the newest holder of the owner that has the most; false if nobody holds a place.

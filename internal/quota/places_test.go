@@ -45,15 +45,8 @@ func TestPlaces(t *testing.T) {
 	}
 }
 
-// TestPlacesOfMore: if only those have places that have fewer, nobody gives way.
-func TestPlacesOfMore(t *testing.T) {
-	counts := CountsOf[string]{"a": 3, "b": 1, "c": 2} // a's are in use
-	may := func(yield func(int, string) bool) { _ = yield(1, "b") && yield(2, "c") && yield(3, "c") }
-	for to, want := range map[string]int{"a": 0, "b": 2, "c": 2, "d": 2} {
-		if got, ok := Gives(counts, to, may); got != want || ok != (want > 0) {
-			t.Errorf("to %s gives way %d, %v, want %d", to, got, ok, want)
-		}
-	}
+// TestNoPlaces: where there are no places nobody gets one.
+func TestNoPlaces(t *testing.T) {
 	var none Places[string, int] // and no limit
 	if gives, ok := none.Add("a", 1, 0); !ok || gives != 1 || none.Len() != 0 {
 		t.Errorf("of no places: %d, %v", gives, ok)
@@ -126,6 +119,13 @@ func TestPlacesOfMany(t *testing.T) {
 		last, _ := p.Newest()
 		if oldest != want.holder || ok != (most > 0) || last != newest.holder || p.Most() != most || p.Len() != len(model) || len(p.by) != len(has) || p.Of(owner) != has[owner] {
 			t.Fatalf("step %d: %d and %d of %d in %d, want %d and %d of %d in %d", step, oldest, last, p.Most(), p.Len(), want.holder, newest.holder, most, len(model))
+		}
+		var own held
+		if i := slices.IndexFunc(model, func(h held) bool { return h.owner == owner }); i >= 0 {
+			own = model[i]
+		}
+		if h, ok := p.OldestOf(owner); h != own.holder || ok != (own.weight > 0) {
+			t.Fatalf("step %d: the oldest of %d is %d, %v; want %d", step, owner, h, ok, own.holder)
 		}
 		i := 0
 		for h, o := range p.All() {
