@@ -1,7 +1,7 @@
 package bootstrap
 
 import (
-	"container/list"
+	"hash/maphash"
 	"net/netip"
 	"time"
 
@@ -19,29 +19,30 @@ const (
 
 // rooms says which dp rank has the request of a room. The zero value is empty.
 type rooms struct {
-	dp     map[int64]*list.Element // of *room; the last that was entered
-	order  list.List               // of *room, oldest first; a room that was entered again is there twice
-	from   map[netip.Prefix]*entrant
-	shares *quota.Ranking[string, *entrant]
-	limit  int // 0 stands for MaxRooms; tests set less
-}
-
-// entrant is an address from which rooms were entered.
-type entrant struct {
-	from  netip.Prefix
-	name  string
-	rooms []*list.Element // oldest first
+	dp    map[int64]room
+	order quota.Places[group, int64] // the oldest first
+	limit int                        // 0 stands for MaxRooms; tests set less
 }
 
 type room struct {
-	id int64
 	dp int
 	at time.Time
-	of *entrant
 }
 
-// set enters a room from an address. If there are too many, the oldest goes of the address that has the most, if that has more than
-// this one would have; else this one's oldest.
+// group has the addresses that count as one. Each address is in a group by chance, so that addresses take no memory and none can choose whose
+// share it uses up.
+type group uint16
+
+const groups = 1 << 12
+
+var groupSeed = maphash.MakeSeed()
+
+func groupOf(from netip.Prefix) group {
+	return group(maphash.Comparable(groupSeed, from) % groups)
+}
+
+// set enters a room from an address. If there are too many, the oldest goes of the group of addresses that has the most, if that has more than
+// this one's would have; else the oldest of this one's.
 func (r *rooms) set(id int64, dp int, from netip.Prefix, now time.Time) {
 	limit := r.limit
 	if limit == 0 {
@@ -49,59 +50,40 @@ func (r *rooms) set(id int64, dp int, from netip.Prefix, now time.Time) {
 	}
 	r.expire(now)
 	if r.dp == nil {
-		r.dp, r.from, r.shares = map[int64]*list.Element{}, map[netip.Prefix]*entrant{}, quota.NewRanking[string](func(*entrant, *entrant) int { return 0 })
+		r.dp = map[int64]room{}
 	}
-	from = fault.Pick("rooms-addresses-alike", from, netip.Prefix{})
-	name, e := from.String(), r.from[from]
+	of := groupOf(fault.Pick("rooms-addresses-alike", from, netip.Prefix{}))
+	r.drop(id)
 	if r.order.Len() >= limit {
-		gives, ok := r.shares.Gives(name, e, 1)
-		switch {
-		case ok:
-			r.drop(gives.rooms[0])
-		case e != nil:
-			r.drop(e.rooms[0])
-		default: // each address has one
-			r.drop(r.order.Front())
+		old, own := r.order.OldestOf(of)
+		if !own || r.order.Most() > r.order.Of(of)+1 {
+			old, _ = r.order.Oldest()
 		}
-		e = r.from[from]
+		r.drop(old)
 	}
-	if e == nil {
-		e = &entrant{from: from, name: name}
-		r.from[from] = e
-	}
-	at := r.order.PushBack(&room{id, dp, now, e})
-	r.dp[id], e.rooms = at, append(e.rooms, at)
-	r.shares.Add(name, e, 1)
+	r.order.Put(of, id, 1)
+	r.dp[id] = room{dp, now}
 }
 
 func (r *rooms) get(id int64, now time.Time) (dp int, ok bool) {
 	r.expire(now)
-	at := r.dp[id]
-	if at == nil {
-		return 0, false
-	}
-	return at.Value.(*room).dp, true
+	e, ok := r.dp[id]
+	return e.dp, ok
 }
 
 func (r *rooms) expire(now time.Time) {
-	for e := r.order.Front(); e != nil && now.Sub(e.Value.(*room).at) >= roomAge; e = r.order.Front() {
-		r.drop(e)
+	for id := range r.order.All() {
+		if now.Sub(r.dp[id].at) < roomAge {
+			break
+		}
+		r.drop(id)
 	}
 	if r.order.Len() == 0 { // give the memory of a burst back
-		r.dp, r.from, r.shares = nil, nil, nil
+		r.dp, r.order = nil, quota.Places[group, int64]{}
 	}
 }
 
-// drop forgets the oldest room of an address.
-func (r *rooms) drop(at *list.Element) {
-	old := r.order.Remove(at).(*room)
-	if r.dp[old.id] == at {
-		delete(r.dp, old.id)
-	}
-	e := old.of
-	e.rooms = e.rooms[1:]
-	if r.shares.Add(e.name, e, -1); len(e.rooms) == 0 {
-		r.shares.Remove(e.name, e)
-		delete(r.from, e.from)
-	}
+func (r *rooms) drop(id int64) {
+	r.order.Remove(id)
+	delete(r.dp, id)
 }

@@ -2,12 +2,27 @@ package bootstrap
 
 import (
 	"net/netip"
+	"runtime"
+	"slices"
 	"testing"
 	"time"
 )
 
-// home and abroad are two addresses.
-var home, abroad = netip.MustParsePrefix("10.0.0.1/32"), netip.MustParsePrefix("10.0.0.2/32")
+// home and abroad are two addresses that do not count as one.
+var (
+	home   = netip.MustParsePrefix("10.0.0.1/32")
+	abroad = besides(home)
+)
+
+// besides is an address that does not count as one with others.
+func besides(others ...netip.Prefix) netip.Prefix {
+	for ip := netip.MustParseAddr("10.0.0.2"); ; ip = ip.Next() {
+		p := netip.PrefixFrom(ip, 32)
+		if !slices.ContainsFunc(others, func(o netip.Prefix) bool { return groupOf(o) == groupOf(p) }) {
+			return p
+		}
+	}
+}
 
 // TestRoomsEnd: rooms end with age. When there are too many, the oldest end.
 func TestRoomsEnd(t *testing.T) {
@@ -41,7 +56,7 @@ func TestRoomsEnd(t *testing.T) {
 	now = now.Add(roomAge / 2)
 	want(3, 0, false)
 	want(4, 0, false)
-	if r.dp != nil || r.order.Len() != 0 || r.from != nil {
+	if r.dp != nil || r.order.Len() != 0 {
 		t.Fatalf("nothing is left, but %d and %d", len(r.dp), r.order.Len())
 	}
 }
@@ -56,9 +71,6 @@ func TestRoomsOfManyRequests(t *testing.T) {
 	}
 	if len(r.dp) != MaxRooms || r.order.Len() != MaxRooms {
 		t.Fatalf("%d rooms, %d entries, want %d", len(r.dp), r.order.Len(), MaxRooms)
-	}
-	if queue := r.from[home].rooms; cap(queue) > 4*MaxRooms {
-		t.Fatalf("the queue has a capacity of %d", cap(queue))
 	}
 	if _, ok := r.get(3*MaxRooms-1, now); !ok {
 		t.Fatal("the newest is not known")
@@ -84,20 +96,44 @@ func TestRoomsOfAnother(t *testing.T) {
 			t.Errorf("room %d: %d, %v", id, got, ok)
 		}
 	}
-	if h, a := len(r.from[home].rooms), len(r.from[abroad].rooms); h != 2 || a != 2 || r.order.Len() != 4 {
+	if h, a := r.order.Of(groupOf(home)), r.order.Of(groupOf(abroad)); h != 2 || a != 2 || r.order.Len() != 4 {
 		t.Errorf("%d, %d of %d entries", h, a, r.order.Len())
 	}
-	third := netip.MustParsePrefix("10.0.0.3/32")
+	third := besides(home, abroad)
 	r = rooms{limit: 2}
 	r.set(1, 1, home, now)
 	r.set(2, 2, abroad, now)
 	r.set(3, 3, third, now) // each has one: the oldest
 	r.set(4, 4, third, now) // its own
-	if _, ok := r.get(2, now); !ok || len(r.from) != 2 || len(r.dp) != 2 {
-		t.Errorf("%v, %v", r.dp, r.from)
+	if _, ok := r.get(2, now); !ok || len(r.dp) != 2 {
+		t.Errorf("%v", r.dp)
 	}
 	r.get(0, now.Add(roomAge))
-	if r.dp != nil || r.shares != nil {
+	if r.dp != nil || r.order.Len() != 0 {
 		t.Errorf("%v is left", r.dp)
 	}
+}
+
+// TestRoomsOfManyAddresses: rooms of which each is another address's take no more than a few hundred bytes each.
+func TestRoomsOfManyAddresses(t *testing.T) {
+	heap := func() uint64 {
+		runtime.GC()
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	before := heap()
+	now := time.Unix(1000, 0)
+	var r rooms
+	ip := netip.MustParseAddr("10.0.0.0")
+	for i := range int64(MaxRooms) {
+		r.set(i, 1, netip.PrefixFrom(ip, 32), now)
+		ip = ip.Next()
+	}
+	took := heap() - before
+	if t.Logf("%d bytes", took); took > 40<<20 || len(r.dp) != MaxRooms {
+		t.Errorf("%d rooms of as many addresses take %d bytes", len(r.dp), took)
+	}
+	runtime.KeepAlive(&r)
 }
