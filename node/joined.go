@@ -31,6 +31,7 @@ type joinedRanks struct {
 	shares  *quota.Ranking[core.Account, rankPlace] // the bytes of ranks
 	closed  bool
 	joinLog ratelog.Limit // of lines: where all may join, an unknown agent may come and go
+	dropLog ratelog.Limit
 }
 
 // host is the registry of this agent's server; natsbus.Bus.
@@ -94,7 +95,7 @@ func (g *joinedRanks) join(ctx context.Context, owner core.Account, j *wire.Join
 	if known {
 		owner = old.owner
 	}
-	bytes, err := g.room(ctx, owner, j.Agent, at)
+	bytes, gone, err := g.room(owner, j.Agent, at)
 	if err != nil {
 		return 0, err
 	}
@@ -108,6 +109,7 @@ func (g *joinedRanks) join(ctx context.Context, owner core.Account, j *wire.Join
 		old.bytes = bytes
 		old.until = time.Now().Add(ttl)
 		old.end.Reset(ttl)
+		g.giveWay(ctx, gone)
 		return since, nil
 	}
 	if old != nil { // the registry has let another agent take the rank over
@@ -123,54 +125,68 @@ func (g *joinedRanks) join(ctx context.Context, owner core.Account, j *wire.Join
 	g.ranks[at] = n
 	g.shares.Add(owner, at, int64(bytes))
 	g.listing.table.Routes().Join(route)
+	g.giveWay(ctx, gone)
 	g.joinLog.Do(func(note string) {
 		g.log.Info("rank joined"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 	})
 	return since, nil
 }
 
-// room is how many bytes a rank's entry takes, if there is room for it. Ranks of another account that has more than the rank's would have are
-// dropped if that makes room: their agents are told so when they renew. g.mu is held.
-func (g *joinedRanks) room(ctx context.Context, owner core.Account, a *wire.Agent, at rankPlace) (int, error) {
+// room is how many bytes a rank's entry takes, and which ranks are to give way if it comes in. These are ranks of another account that has more
+// than the rank's would have. Whoever had the rank's place before takes no room. g.mu is held.
+func (g *joinedRanks) room(owner core.Account, a *wire.Agent, at rankPlace) (bytes int, gone []rankPlace, err error) {
 	entry, err := a.MarshalMsg(nil)
 	if err != nil {
-		return 0, err
+		return 0, nil, err
 	}
 	if len(entry) > maxJoinedBytes {
-		return 0, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxJoinedBytes)
+		return 0, nil, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxJoinedBytes)
 	}
-	sum, more := len(entry), int64(len(entry))
+	var asked []rankPlace // they do not count while others are asked
+	without := func(place rankPlace) {
+		if n := g.ranks[place]; n != nil {
+			g.shares.Remove(n.owner, place)
+			asked = append(asked, place)
+		}
+	}
+	defer func() {
+		for _, place := range asked {
+			n := g.ranks[place]
+			g.shares.Add(n.owner, place, int64(n.bytes))
+		}
+	}()
+	without(at)
+	sum := len(entry)
 	for other, n := range g.ranks {
 		if other != at {
 			sum += n.bytes
-		} else if n.owner == owner {
-			more -= int64(n.bytes)
 		}
 	}
-	var gone []rankPlace
 	for sum > maxAllJoinedBytes && !fault.On("node-joined-unbounded") {
-		victim, ok := g.shares.Gives(owner, at, more)
-		if n := g.ranks[victim]; ok && n.owner != owner && victim != at && !fault.On("node-joined-first-come") {
-			gone = append(gone, victim)
-			sum -= n.bytes
-			g.shares.Remove(n.owner, victim)
-			continue
+		victim, ok := g.shares.Gives(owner, at, int64(len(entry)))
+		n := g.ranks[victim]
+		if !ok || n.owner == owner || fault.On("node-joined-first-come") {
+			return 0, nil, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxAllJoinedBytes)
 		}
-		for _, kept := range gone {
-			n := g.ranks[kept]
-			g.shares.Add(n.owner, kept, int64(n.bytes))
-		}
-		return 0, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxAllJoinedBytes)
+		gone = append(gone, victim)
+		sum -= n.bytes
+		without(victim)
 	}
+	return len(entry), gone, nil
+}
+
+// giveWay drops ranks for another that has come in. Their agents are told so when they renew. g.mu is held.
+func (g *joinedRanks) giveWay(ctx context.Context, gone []rankPlace) {
 	for _, victim := range gone {
 		n := g.ranks[victim]
-		g.log.Warn("rank dropped: its host or key takes the most of the registry, and another rank needs room", zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Int("bytes", n.bytes))
+		g.dropLog.Do(func(note string) {
+			g.log.Warn("rank dropped: its host or key takes the most of the registry, and another rank needs room"+note, zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Int("bytes", n.bytes))
+		})
 		g.drop(victim, n)
 		if err := g.host.Unhost(ctx, n.agent); err != nil {
 			g.log.Debug("registration not withdrawn", zap.String("agent", n.agent.ID), zap.Error(err))
 		}
 	}
-	return len(entry), nil
 }
 
 // livesWithin bounds the question whether a rank is still connected.

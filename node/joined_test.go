@@ -3,10 +3,13 @@ package node
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 
 	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
@@ -112,6 +115,48 @@ func TestJoinedRanksOfAnother(t *testing.T) {
 	g.close()
 	if n := g.shares.Holders(); n != 0 {
 		t.Errorf("%d ranks count", n)
+	}
+}
+
+// TestJoinThatFails: no rank gives way for one that does not come in. One that takes the place of a rank that is gone counts without that one,
+// whoever's it was, and lines about ranks that give way are few.
+func TestJoinThatFails(t *testing.T) {
+	a, _ := agentWithoutBus(t)
+	const ranks = 200
+	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, ranks, 1
+	host := &countingHost{}
+	lines, seen := observer.New(zap.WarnLevel)
+	g := newJoinedRanks(&a.cfg, zap.New(lines), &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, host)
+	defer g.close()
+	if err := joinAs(t, g, "dead", ranks, 1, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	n := 2
+	for ; joinAs(t, g, "greedy", ranks, n, 1<<18) == nil; n++ {
+	}
+	before := len(g.ranks)
+	host.fails = true
+	if err := joinAs(t, g, "newcomer", ranks, n, 1<<20); err == nil || len(g.ranks) != before || len(host.unhosted) != 0 {
+		t.Errorf("one that the registry refuses: %v, and %d of %d ranks are there", err, len(g.ranks), before)
+	}
+	host.fails = false
+	grow := func(owner core.Account, at rankPlace) {
+		g.ranks[at].bytes += maxAllJoinedBytes
+		g.shares.Add(owner, at, maxAllJoinedBytes)
+	}
+	grow("dead", rankPlace{0, 1, 0})
+	grow("greedy", rankPlace{0, 2, 0})
+	if _, err := g.join(t.Context(), "newcomer", &wire.Join{Agent: &wire.Agent{Version: wire.Version, ID: "r1 again", EngineID: "e", TPRank: 1, TPSize: ranks, PPSize: 1, Joined: true}, New: true}); err != nil {
+		t.Errorf("in the place of one that is gone and had more than all: %v", err)
+	}
+	if len(host.unhosted) != 1 || host.unhosted[0] != "r2" {
+		t.Errorf("%v give way", host.unhosted)
+	}
+	for range 100 {
+		g.giveWay(t.Context(), slices.Collect(maps.Keys(g.ranks))[:1])
+	}
+	if n := seen.FilterMessageSnippet("rank dropped").Len(); n == 0 || n > 50 {
+		t.Errorf("%d lines about 101 ranks", n)
 	}
 }
 
