@@ -37,7 +37,7 @@ func AddressOf(a net.Addr) netip.Prefix {
 }
 
 // Of is what an IP address counts under: an IPv4 address itself, or the /64 network of an IPv6 address, which is
-// one host's or one customer's. It is the zero Prefix for an address that is not valid.
+// one host's or one customer's, or on a network where hosts make their own addresses all of its hosts'. It is the zero Prefix for an address that is not valid.
 func Of(ip netip.Addr) netip.Prefix {
 	ip = ip.Unmap().WithZone("")
 	bits := 64
