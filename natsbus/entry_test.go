@@ -222,8 +222,8 @@ func TestFreeIDsAreOne(t *testing.T) {
 		t.Error("free ids keep a key out")
 	}
 	waits.close()
-	if n := waits.len(); n != 0 {
-		t.Errorf("%d messages wait after close", n)
+	if waits.len() != 0 || waits.put(message("free")) != nil {
+		t.Errorf("after close %d messages wait, and free ids count as if theirs did", waits.len())
 	}
 	q := newLongQueue(time.Hour, keyed.ownerIn)
 	for i := range maxLongRequests {

@@ -34,7 +34,8 @@ func (a *admissions) Dismiss(peer core.AgentID) { delete(a.tickets, peer) }
 // TestForgottenPeersAreDismissed: a peer that is not in the table is not admitted, so
 // that the transport's peers are bounded too.
 func TestForgottenPeersAreDismissed(t *testing.T) {
-	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
+	table, transport, now := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}, time.Now()
+	table.now = func() time.Time { return now }
 	all := newTransports("P", &Config{}, zap.NewNop(), nil, nil, nil)
 	all.add(transport)
 	hello := &wire.Agent{Endpoints: []wire.Endpoint{{Transport: viaTCP}}}
@@ -48,7 +49,7 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 			if _, err := table.admit(&peer{id: id}, all, admit); !errors.Is(err, errManyPeers) || transport.tickets[id] != nil {
 				t.Fatalf("peer %d: %v, admitted %v", i, err, transport.tickets[id] != nil)
 			}
-			table.order.Front().Value.(*peer).used = time.Now().Add(-keptFor)
+			table.order.Front().Value.(*peer).used = now.Add(-keptFor)
 		}
 		ticket, err := table.admit(&peer{id: id}, all, admit)
 		if err != nil {
@@ -74,7 +75,8 @@ func TestForgottenPeersAreDismissed(t *testing.T) {
 // TestHellosMakeRoom: peers that have only said hello, however lately, make room for one another, the oldest first. A peer
 // that has a transfer here stays, and so does one that says hello again.
 func TestHellosMakeRoom(t *testing.T) {
-	table, transport := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}
+	table, transport, now := newPeerTable(), &admissions{tickets: map[core.AgentID][]byte{}}, time.Now()
+	table.now = func() time.Time { return now } // however slow the machine is
 	admit := func(id core.AgentID) {
 		t.Helper()
 		if _, err := table.admit(&peer{id: id}, transport, func() ([]wire.Ticket, error) { return nil, nil }); err != nil {
