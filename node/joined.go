@@ -175,7 +175,8 @@ func (g *joinedRanks) room(owner core.Account, a *wire.Agent, at rankPlace) (byt
 	return len(entry), gone, nil
 }
 
-// giveWay drops ranks for another that has come in. Their agents are told so when they renew. g.mu is held.
+// giveWay drops ranks for another that has come in. Their agents are told so when they renew. An entry that cannot be withdrawn ends with its
+// lease, within TTL. g.mu is held.
 func (g *joinedRanks) giveWay(ctx context.Context, gone []rankPlace) {
 	for _, victim := range gone {
 		n := g.ranks[victim]
