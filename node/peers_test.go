@@ -221,9 +221,6 @@ func TestStalePeers(t *testing.T) {
 	}
 	c.known(false, "gone", 1, 2)
 	c.known(true, "gateway", 2, maxPeers+1)
-	if err := connect("Q"); err == nil {
-		t.Error("all peers work, and one that this agent looks up gets in")
-	}
 	if err := connect("gateway2"); err != nil || c.byID["gateway2"].account != "gateway" {
 		t.Errorf("one that has said hello is looked up: %v, it is %q's", err, c.byID["gateway2"].account)
 	}
