@@ -6,8 +6,11 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"os"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // MaxBody is the largest body of POST /register.
@@ -151,9 +154,16 @@ func register(t *Table, w http.ResponseWriter, r *http.Request) {
 	}
 	reg, err := decodeRegistration(body)
 	if err == nil {
-		err = t.Register(reg)
+		from := addressOf(r)
+		err = t.register(reg, &from)
 	}
 	done(w, err)
+}
+
+// addressOf is what a request's client counts under.
+func addressOf(r *http.Request) netip.Prefix {
+	ap, _ := netip.ParseAddrPort(r.RemoteAddr) // not an IP address: all of these are one
+	return quota.Of(ap.Addr())
 }
 
 // done answers a request that was to change something.

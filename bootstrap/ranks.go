@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -209,7 +210,7 @@ func lowest(all map[Place]Rank) (low Rank, ok bool) {
 func (p Place) list() []int { return []int{p.DP, p.CP, p.TP, p.PP} }
 
 // enter keeps for a while which dp rank has the request of a room.
-func (t *Routes) enter(id int64, dp int) error {
+func (t *Routes) enter(id int64, dp int, from netip.Prefix) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	most := MaxRank + 1
@@ -219,7 +220,7 @@ func (t *Routes) enter(id int64, dp int) error {
 	if dp < 0 || dp >= most {
 		return &InvalidError{[]FieldError{fieldError("value_error", "dp_rank", "%d is not a dp rank of this engine, give one from 0 to %d", dp, most-1)}}
 	}
-	t.rooms.set(id, dp, time.Now())
+	t.rooms.set(id, dp, from, time.Now())
 	return nil
 }
 

@@ -1,10 +1,17 @@
 package bootstrap
 
-import "time"
+import (
+	"hash/maphash"
+	"net/netip"
+	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
+)
 
 // Bounds of the rooms that /register_dp_rank keeps. A decode engine asks for a room
 // when its request arrives, which is within seconds, so that nothing needs older rooms.
-// If there are too many, the oldest go.
+// If there are too many, the oldest go of whoever has the most.
 const (
 	MaxRooms = 1 << 17
 	roomAge  = 2 * time.Minute
@@ -13,37 +20,49 @@ const (
 // rooms says which dp rank has the request of a room. The zero value is empty.
 type rooms struct {
 	dp    map[int64]room
-	order []entered // oldest first; a room that was entered again is there twice
-	next  uint64
-	limit int // 0 stands for MaxRooms; tests set less
+	order quota.Places[group, int64] // the oldest first
+	limit int                        // 0 stands for MaxRooms; tests set less
 }
 
 type room struct {
-	dp  int
-	seq uint64
+	dp int
+	at time.Time
 }
 
-type entered struct {
-	room int64
-	seq  uint64
-	at   time.Time
+// group has the addresses that count as one. Each address is in a group by chance, so that addresses take no memory and none can choose whose
+// share it uses up.
+type group uint16
+
+const groups = 1 << 12
+
+var groupSeed = maphash.MakeSeed()
+
+func groupOf(from netip.Prefix) group {
+	return group(maphash.Comparable(groupSeed, from) % groups)
 }
 
-func (r *rooms) set(id int64, dp int, now time.Time) {
+// set enters a room from an address. If there are too many, the oldest goes of the group of addresses that has the most, if that has more than
+// this one's would have; else the oldest of this one's.
+func (r *rooms) set(id int64, dp int, from netip.Prefix, now time.Time) {
 	limit := r.limit
 	if limit == 0 {
 		limit = MaxRooms
 	}
 	r.expire(now)
-	for len(r.order) >= limit {
-		r.drop()
-	}
 	if r.dp == nil {
 		r.dp = map[int64]room{}
 	}
-	r.next++
-	r.dp[id] = room{dp, r.next}
-	r.order = append(r.order, entered{id, r.next, now})
+	of := groupOf(fault.Pick("rooms-addresses-alike", from, netip.Prefix{}))
+	r.drop(id)
+	if r.order.Len() >= limit {
+		old, own := r.order.OldestOf(of)
+		if !own || r.order.Most() > r.order.Of(of)+1 {
+			old, _ = r.order.Oldest()
+		}
+		r.drop(old)
+	}
+	r.order.Put(of, id, 1)
+	r.dp[id] = room{dp, now}
 }
 
 func (r *rooms) get(id int64, now time.Time) (dp int, ok bool) {
@@ -53,18 +72,18 @@ func (r *rooms) get(id int64, now time.Time) (dp int, ok bool) {
 }
 
 func (r *rooms) expire(now time.Time) {
-	for len(r.order) > 0 && now.Sub(r.order[0].at) >= roomAge {
-		r.drop()
+	for id := range r.order.All() {
+		if now.Sub(r.dp[id].at) < roomAge {
+			break
+		}
+		r.drop(id)
 	}
-	if len(r.order) == 0 { // give the memory of a burst back
-		r.dp, r.order = nil, nil
+	if r.order.Len() == 0 { // give the memory of a burst back
+		r.dp, r.order = nil, quota.Places[group, int64]{}
 	}
 }
 
-func (r *rooms) drop() {
-	e := r.order[0]
-	r.order = r.order[1:]
-	if r.dp[e.room].seq == e.seq {
-		delete(r.dp, e.room)
-	}
+func (r *rooms) drop(id int64) {
+	r.order.Remove(id)
+	delete(r.dp, id)
 }

@@ -145,7 +145,7 @@ func registerDPRank(t *Routes, w http.ResponseWriter, r *http.Request) {
 	}
 	err := o.err()
 	if err == nil {
-		err = t.enter(id, dp)
+		err = t.enter(id, dp, addressOf(r))
 	}
 	done(w, err)
 }

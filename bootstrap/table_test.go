@@ -3,6 +3,7 @@ package bootstrap
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"reflect"
 	"sync"
 	"sync/atomic"
@@ -71,6 +72,108 @@ func TestFullTable(t *testing.T) {
 	if err := table.Register(Registration{"e", 0, 2, 0, "a"}); err != nil {
 		t.Fatalf("after an Unregister there is room: %v", err)
 	}
+}
+
+// crowded is a table in which ranks register one after the other, each in a place of its own.
+type crowded struct {
+	Table
+	t  *testing.T
+	tp int
+}
+
+func (c *crowded) add(from *netip.Prefix) error {
+	c.tp++
+	return c.register(Registration{"e", 0, c.tp, 0, "a"}, from)
+}
+
+// fill has an address register so many ranks.
+func (c *crowded) fill(from netip.Prefix, n int) {
+	c.t.Helper()
+	for range n {
+		if err := c.add(&from); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+}
+
+// has says that these ranks are there, and no others.
+func (c *crowded) has(tps ...int) {
+	c.t.Helper()
+	for _, tp := range tps {
+		if c.Query()[0].WorkerAddr[tp][0] == "" {
+			c.t.Errorf("rank %d is not there: %v", tp, c.Query())
+		}
+	}
+	if c.entries != len(tps) || c.told.Len() > c.entries {
+		c.t.Errorf("%d ranks are there: %v", c.entries, c.Query())
+	}
+}
+
+// TestRanksOfAnother: a table full of ranks that one address has registered has room for another's, until it has no more than a quarter. Those
+// that came last make room. For one that a lease ends any of them does, and none that a lease ends.
+func TestRanksOfAnother(t *testing.T) {
+	leaktest.Check(t)
+	c, full := crowded{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
+	if err := c.add(nil); err != nil { // 1
+		t.Fatal(err)
+	}
+	c.fill(abroad, 4)                                  // 2 to 5
+	c.fill(home, 3)                                    // 6 to 8
+	if err := c.add(&abroad); !errors.As(err, &full) { // 9
+		t.Errorf("one more of the address that has the most: %v", err)
+	}
+	third := netip.MustParsePrefix("10.0.0.3/32")
+	c.fill(third, 1) // 10
+	c.has(1, 2, 3, 4, 6, 7, 8, 10)
+	c.fill(third, 1)                                  // 11
+	if err := c.add(&third); !errors.As(err, &full) { // 12
+		t.Errorf("3, 2 and 2: %v", err)
+	}
+	for range 6 { // 13 to 18
+		if err := c.add(nil); err != nil {
+			t.Errorf("an agent's: %v", err)
+		}
+	}
+	if c.told.Len() != 1 {
+		t.Errorf("%d ranks have no lease", c.told.Len())
+	}
+	if err := c.add(nil); err != nil { // 19
+		t.Errorf("an agent's: %v", err)
+	}
+	c.has(1, 13, 14, 15, 16, 17, 18, 19)
+	if err := c.add(nil); !errors.As(err, &full) {
+		t.Errorf("an agent's beside agents' only: %v", err)
+	}
+}
+
+// TestFewRanksStay: however many addresses come, none pushes out ranks of an address that has a quarter of the table or less.
+func TestFewRanksStay(t *testing.T) {
+	c, full := crowded{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
+	var all []int
+	for i := range byte(4) {
+		c.fill(netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, i}), 32), 2)
+		all = append(all, c.tp-1, c.tp)
+	}
+	for i := range byte(100) {
+		from := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 1, i}), 32)
+		if err := c.add(&from); !errors.As(err, &full) {
+			t.Errorf("address %d: %v", i, err)
+		}
+	}
+	c.has(all...)
+}
+
+// TestToldAndJoined: a rank that came by POST /register and then joins gives way no more: a lease ends it.
+func TestToldAndJoined(t *testing.T) {
+	c := crowded{Table: Table{limit: 8}, t: t}
+	c.fill(home, 8)
+	if err := c.Register(Registration{"e", 0, 8, 0, "a"}); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.add(nil); err != nil { // 9
+		t.Fatal(err)
+	}
+	c.has(1, 2, 3, 4, 5, 6, 8, 9)
 }
 
 // Many workers race for the same ranks with different addresses: one worker wins each

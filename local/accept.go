@@ -4,24 +4,39 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"syscall"
 	"time"
 	"unsafe"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // strangers are the accepted sockets whose peers have not proved themselves. Any process of the
 // network namespace may open one. So they are few, and have little time.
-type strangers struct {
-	conns []*net.UnixConn // oldest first
-}
+type strangers = quota.Places[owner, *net.UnixConn]
 
-func (s *strangers) drop(conn *net.UnixConn) {
-	s.conns = slices.DeleteFunc(s.conns, func(c *net.UnixConn) bool { return c == conn })
+// owner is who counts with all sockets that it opens: a process, or all processes of another user, for whom processes cost nothing. The
+// processes that this one does not see, in containers of their own, are one.
+type owner struct{ user, process int }
+
+func (t *Transport) ownerOf(conn *net.UnixConn) (o owner) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return o
+	}
+	_ = raw.Control(func(fd uintptr) { // after an error it is closed, and nobody's
+		if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
+			o.user = int(cred.Uid)
+			if o.user == t.here.uid {
+				o.process = int(cred.Pid)
+			}
+		}
+	})
+	return fault.Pick("local-owners-alike", o, owner{})
 }
 
 // accept takes the sockets that D agents open.
@@ -43,26 +58,23 @@ func (s *sender) accept() {
 	}
 }
 
-// enter gives a socket its time for a meeting. If all places are taken, the oldest stranger
+// enter gives a socket its time for a meeting. If all places are taken, the oldest stranger of whoever has the most
 // loses its place: a decode agent proves itself at once.
 func (s *sender) enter(conn *net.UnixConn) {
-	var oldest *net.UnixConn
+	var victim *net.UnixConn
+	of := s.t.ownerOf(conn)
 	s.mu.Lock()
 	closed := s.closed
 	if !closed {
-		s.strangers.conns = append(s.strangers.conns, conn)
-		if len(s.strangers.conns) > s.t.cfg.MaxGreeting {
-			oldest = s.strangers.conns[0]
-			s.strangers.conns = slices.Delete(s.strangers.conns, 0, 1)
-		}
+		victim, _ = s.strangers.Add(of, conn, s.t.cfg.MaxGreeting)
 	}
 	s.mu.Unlock()
 	if closed {
 		_ = conn.Close()
 		return
 	}
-	if oldest != nil {
-		_ = oldest.Close()
+	if victim != nil {
+		_ = victim.Close()
 	}
 	s.t.goRun("local accepted", func() {
 		ol, err := s.greet(conn)
@@ -88,7 +100,7 @@ func (s *sender) warn(what string, err error) {
 func (s *sender) greet(conn *net.UnixConn) (ol *outLink, err error) {
 	defer func() {
 		s.mu.Lock()
-		s.strangers.drop(conn)
+		s.strangers.Remove(conn)
 		s.mu.Unlock()
 		if err != nil && errors.Is(err, net.ErrClosed) {
 			err = fmt.Errorf("its place was needed for a newer one, or the transport was closed (%d may be proving themselves): %w", s.t.cfg.MaxGreeting, err)
@@ -221,7 +233,7 @@ func (s *sender) admit(ol *outLink) error {
 	}
 	tk.meeting = ol.conn
 	if !fault.On("local-proved-stranger") {
-		s.strangers.drop(ol.conn)
+		s.strangers.Remove(ol.conn)
 	}
 	return nil
 }

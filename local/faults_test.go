@@ -23,6 +23,7 @@ var defects = []faulttest.Defect{
 	{"local-uncounted", "TestYama"},
 	{"local-anew-always", "TestAlwaysAnew"},
 	{"local-proved-stranger", "TestProvedAmongStrangers"},
+	{"local-owners-alike", "TestStrangersOfAnother"},
 	{"local-shared-before", "TestDeviceRemapped"},
 	{"local-kept-open", "TestDeviceDismissed"},
 	{"local-any-taken", "TestTakenUnasked"},

@@ -284,7 +284,7 @@ func (a *agent) refusedDead(says *observer.ObservedLogs) {
 	s := &a.tr.sender
 	for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Microsecond) {
 		s.mu.Lock()
-		over := len(s.strangers.conns) == 0 && s.links == 0
+		over := s.strangers.Len() == 0 && s.links == 0
 		for _, tk := range s.peers {
 			over = over && tk.meeting == nil
 		}

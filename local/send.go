@@ -157,7 +157,7 @@ func (s *sender) close() {
 	s.closed = true
 	s.t.wg.Add(1)
 	defer s.t.wg.Done()
-	for _, c := range s.strangers.conns {
+	for c := range s.strangers.All() {
 		_ = c.Close()
 	}
 	var all []*taker

@@ -214,16 +214,16 @@ func TestFreeIDsAreOne(t *testing.T) {
 	waits := newSessionless(keyed.ownerIn)
 	message := func(from core.AgentID) *inboundRequest { return &inboundRequest{from: from, m: &nats.Msg{}} }
 	for i := range maxSessionlessOf + 1 {
-		if taken := waits.put(message(core.AgentID(fmt.Sprint("free", i)))); taken != (i < maxSessionlessOf) {
+		if taken := waits.put(message(core.AgentID(fmt.Sprint("free", i)))) == nil; taken != (i < maxSessionlessOf) {
 			t.Fatalf("message %d of free ids: %v", i, taken)
 		}
 	}
-	if !waits.put(message(other.ID())) {
+	if waits.put(message(other.ID())) != nil {
 		t.Error("free ids keep a key out")
 	}
 	waits.close()
-	if n := len(waits.of); n != 0 {
-		t.Errorf("%d owners have messages when none waits", n)
+	if waits.len() != 0 || waits.put(message("free")) != nil {
+		t.Errorf("after close %d messages wait, and free ids count as if theirs did", waits.len())
 	}
 	q := newLongQueue(time.Hour, keyed.ownerIn)
 	for i := range maxLongRequests {

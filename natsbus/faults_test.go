@@ -32,6 +32,7 @@ var defects = []faulttest.Defect{
 	{"seal-replayed", "TestReplayedRequests"},
 	{"seal-repeats-all", "TestSignalIsHandledOnce"},
 	{"seal-ids-free", "TestSessionOfAnother"},
+	{"seal-first-come", "TestFloodOfManyKeys"},
 	{"seal-answer-free", "TestAnswerOfAnotherRequest"},
 	{"seal-answer-free", "TestSeal"},
 	{"seal-signs-all", "TestServersNonce"},

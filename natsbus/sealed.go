@@ -133,9 +133,8 @@ func (b *Bus) Refused() map[string]uint64 {
 // enqueueSessionless queues a message that has no session. If too many wait, the message gets no answer: to refuse it would cost a
 // signature too. The requester of an open sends another one after openAgain; the requester of a request waits until its context ends.
 func (b *Bus) enqueueSessionless(v *inboundRequest) {
-	if !b.sessionless.put(v) {
-		v.link.seals.queueFull.Add(1)
-		return
+	if unanswered := b.sessionless.put(v); unanswered != nil {
+		unanswered.link.seals.queueFull.Add(1)
 	}
 	b.answerSessionless()
 }
@@ -151,18 +150,16 @@ func (b *Bus) answerSessionless() {
 	if !b.spawn("natsbus.sessionless", func() {
 		defer func() {
 			<-s.responders
-			if len(s.queue) > 0 { // a message came after the goroutine's last look, or the message before it made the goroutine panic
+			if s.len() > 0 { // a message came after the goroutine's last look, or the message before it made the goroutine panic
 				b.answerSessionless()
 			}
 		}()
 		for b.ctx.Err() == nil {
-			select {
-			case v := <-s.queue:
-				s.answered(v)
-				b.unseal(v)
-			default:
+			v := s.take()
+			if v == nil {
 				return
 			}
+			b.unseal(v)
 		}
 	}) {
 		<-s.responders // the bus closes: nobody is at the requester's next one

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // A message over a cluster that has no session is an open, or a request of a session that is not known here. It may be
@@ -26,56 +27,53 @@ const (
 
 // sessionless has the messages without a session that wait.
 type sessionless struct {
-	queue      chan *inboundRequest
 	responders chan struct{} // one for each message that is being answered
 
 	owner func(core.AgentID) string
 
-	mu sync.Mutex
-	of map[string]int // how many wait, by owner
+	mu    sync.Mutex
+	waits quota.Places[string, *inboundRequest] // by owner
 }
 
 func newSessionless(owner func(core.AgentID) string) *sessionless {
-	return &sessionless{owner: owner, queue: make(chan *inboundRequest, maxSessionless), responders: make(chan struct{}, maxResponders), of: map[string]int{}}
+	return &sessionless{owner: owner, responders: make(chan struct{}, maxResponders)}
 }
 
-// put queues a message. It returns false if too many wait.
-func (s *sessionless) put(v *inboundRequest) bool {
+// put queues a message. It returns the message that gets no answer since too many wait: this one, if its owner has as many waiting as one
+// may; else the oldest of the owner that has the most. nil: there was room. It takes no longer if many wait: it runs on NATS's goroutine.
+func (s *sessionless) put(v *inboundRequest) (unanswered *inboundRequest) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	owner := s.owner(v.from)
-	if s.of[owner] >= maxSessionlessOf && !fault.On("seal-quota-uncounted") {
-		return false
+	full := s.waits.Len() >= maxSessionless && fault.On("seal-first-come")
+	if full || s.waits.Of(owner) >= maxSessionlessOf && !fault.On("seal-quota-uncounted") {
+		return v
 	}
 	// The queue has a copy of the data only: NATS keeps a message's headers and its data in one piece of memory.
 	m := &nats.Msg{Subject: v.m.Subject, Reply: v.m.Reply, Sub: v.m.Sub, Data: slices.Clone(v.m.Data[:min(len(v.m.Data), openBytes)])}
-	select {
-	case s.queue <- &inboundRequest{link: v.link, from: v.from, m: m, mark: v.mark}:
-		s.of[owner]++
-		return true
-	default:
-		return false
-	}
+	unanswered, _ = s.waits.Add(owner, &inboundRequest{link: v.link, from: v.from, m: m, mark: v.mark}, maxSessionless)
+	return unanswered
 }
 
-// answered notes that a message does not wait any more.
-func (s *sessionless) answered(v *inboundRequest) {
+// take is the message that has waited for longest, which waits no more; nil if none waits.
+func (s *sessionless) take() *inboundRequest {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	owner := s.owner(v.from)
-	if s.of[owner]--; s.of[owner] == 0 {
-		delete(s.of, owner)
+	for v := range s.waits.All() {
+		s.waits.Remove(v)
+		return v
 	}
+	return nil
+}
+
+func (s *sessionless) len() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.waits.Len()
 }
 
 // close drops the messages that wait.
 func (s *sessionless) close() {
-	for {
-		select {
-		case v := <-s.queue:
-			s.answered(v)
-		default:
-			return
-		}
+	for s.take() != nil {
 	}
 }

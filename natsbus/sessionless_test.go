@@ -46,18 +46,18 @@ func TestFloodOfUnknownSenders(t *testing.T) {
 			seals := s.prefill.seals
 			s.flood(t, maxSessionless+excess, kind, "", nats.Header{"Long": []string{string(make([]byte, 1000))}})
 			counted(t, "messages beyond the bound", &seals.queueFull, excess, func() bool { return false })
-			if n := len(waits.queue); n != maxSessionless {
+			if n := waits.len(); n != maxSessionless {
 				t.Errorf("%d messages wait, want %d", n, maxSessionless)
 			}
 			s.request(t, "answer 2 to D")
 			held := 0
-			for range maxSessionless {
-				v := <-waits.queue
+			waits.mu.Lock()
+			for v := range waits.waits.All() {
 				if held += cap(v.m.Data); v.m.Header != nil {
-					t.Fatal("a header is held")
+					t.Error("a header is held")
 				}
-				waits.queue <- v
 			}
+			waits.mu.Unlock()
 			if held > maxSessionless*2*openBytes {
 				t.Errorf("%d bytes are held of %d messages", held, maxSessionless)
 			}
@@ -72,11 +72,9 @@ func TestFloodOfUnknownSenders(t *testing.T) {
 				of = &seals.unknown
 			}
 			counted(t, "messages that are answered, or not", of, maxSessionless, func() bool { return false })
-			eventually(t, "no message counts as one that waits", func() error { // D2 may have sent a second open meanwhile
-				waits.mu.Lock()
-				defer waits.mu.Unlock()
-				if n := len(waits.of); n != 0 {
-					return fmt.Errorf("%d owners have some", n)
+			eventually(t, "no message waits", func() error { // D2 may have sent a second open meanwhile
+				if n := waits.len(); n != 0 {
+					return fmt.Errorf("%d wait", n)
 				}
 				return nil
 			})
@@ -92,7 +90,7 @@ func TestFloodOfOneSender(t *testing.T) {
 	waits.responders <- struct{}{}
 	s.flood(t, maxSessionless, sealOpen, "greedy", nil)
 	counted(t, "messages beyond its share", &s.prefill.seals.queueFull, maxSessionless-maxSessionlessOf, func() bool { return false })
-	if n := len(waits.queue); n != maxSessionlessOf {
+	if n := waits.len(); n != maxSessionlessOf {
 		t.Errorf("%d messages of one key wait, want %d", n, maxSessionlessOf)
 	}
 	<-waits.responders
@@ -100,5 +98,39 @@ func TestFloodOfOneSender(t *testing.T) {
 	other := newBus(t, Options{Identity: named("D2"), ClusterURL: s.url, Token: "right", ConnectTimeout: within})
 	if r, err := other.Request(ctxOf(t, within), "", s.p, hello("D2")); err != nil || r.Reason != "answer 2 to D2" {
 		t.Errorf("%+v, %v", r, err)
+	}
+}
+
+// TestFloodOfManyKeys: messages of many keys that fill all places leave some to a key of which fewer wait. Those of the keys that have the
+// most get no answer.
+func TestFloodOfManyKeys(t *testing.T) {
+	waits := newSessionless(ownerOf)
+	message := func(key string, i int) *inboundRequest {
+		return &inboundRequest{from: core.AgentID(fmt.Sprint(key, keyMark, i)), m: &nats.Msg{}}
+	}
+	for key := range maxSessionless / maxSessionlessOf {
+		for i := range maxSessionlessOf {
+			if waits.put(message(fmt.Sprint("greedy", key), i)) != nil {
+				t.Fatalf("message %d of key %d finds no room", i, key)
+			}
+		}
+	}
+	for i := range 100 {
+		v := message("newcomer", i)
+		if lost := waits.put(v); lost == nil || ownerOf(lost.from) == "newcomer" {
+			t.Fatalf("for message %d of another key %v gives way", i, lost)
+		}
+		v = message("greedy0", i)
+		if lost := waits.put(v); lost == nil || ownerOf(lost.from) == "newcomer" {
+			t.Fatalf("for one of a key that has the most %v gives way", lost)
+		}
+	}
+	if n := waits.waits.Of("newcomer"); n != 100 || waits.len() != maxSessionless {
+		t.Errorf("%d of another key's messages wait, %d in all", n, waits.len())
+	}
+	for i := 0; waits.len() > 0; i++ {
+		if v := waits.take(); i == maxSessionless-1 && v.from != core.AgentID(fmt.Sprint("greedy0", keyMark, 99)) {
+			t.Errorf("the last is %s", v.from)
+		}
 	}
 }

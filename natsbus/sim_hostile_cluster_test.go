@@ -252,11 +252,11 @@ func (h *hostileOperator) check(broken func(string)) {
 	for _, a := range h.w.agents {
 		waits := a.bus.sessionless
 		of := map[string]int{}
-		for range len(waits.queue) { // nobody takes of it meanwhile: its responder is held up
-			v := <-waits.queue
-			of[waits.owner(v.from)]++
-			waits.queue <- v
+		waits.mu.Lock()
+		for _, owner := range waits.waits.All() {
+			of[owner]++
 		}
+		waits.mu.Unlock()
 		for owner, n := range of {
 			if n > maxSessionlessOf {
 				broken(fmt.Sprintf("%d messages of %s wait at %s, of %d", n, owner, a.name, maxSessionlessOf))

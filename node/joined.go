@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -11,6 +12,7 @@ import (
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/wire"
@@ -26,8 +28,10 @@ type joinedRanks struct {
 
 	mu      sync.Mutex // held while a rank comes or goes, so that registry and table agree
 	ranks   map[rankPlace]*joinedRank
+	shares  *quota.Ranking[core.Account, rankPlace] // the bytes of ranks
 	closed  bool
 	joinLog ratelog.Limit // of lines: where all may join, an unknown agent may come and go
+	dropLog ratelog.Limit
 }
 
 // host is the registry of this agent's server; natsbus.Bus.
@@ -43,6 +47,7 @@ type rankPlace struct{ dp, tp, pp int }
 
 type joinedRank struct {
 	agent *wire.Agent
+	owner core.Account
 	bytes int // of its entry in the registry
 	entry bootstrap.Registration
 	until time.Time // end of its lease
@@ -57,10 +62,15 @@ const (
 )
 
 func newJoinedRanks(c *Config, log *zap.Logger, b *rankListing, h host) *joinedRanks {
-	return &joinedRanks{cfg: c, log: log, listing: b, host: h, ranks: map[rankPlace]*joinedRank{}}
+	return &joinedRanks{cfg: c, log: log, listing: b, host: h, ranks: map[rankPlace]*joinedRank{}, shares: quota.NewRanking[core.Account](rankPlace.compare)}
 }
 
-func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
+// compare has the highest place first.
+func (a rankPlace) compare(b rankPlace) int {
+	return cmp.Or(cmp.Compare(b.dp, a.dp), cmp.Compare(b.tp, a.tp), cmp.Compare(b.pp, a.pp))
+}
+
+func (g *joinedRanks) join(ctx context.Context, owner core.Account, j *wire.Join) (int64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
@@ -75,15 +85,19 @@ func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 	if old != nil && !known && g.lives(ctx, old) {
 		return 0, fmt.Errorf("the place of %s is taken: agent %s has it and still answers; stop that agent first, or give this rank a place of its own", rankText(j.Agent), old.agent.ID)
 	}
-	bytes, err := g.room(j.Agent, at)
-	if err != nil {
-		return 0, err
-	}
 	var route bootstrap.Rank
 	if !known {
+		var err error
 		if route, err = g.listing.routeOf(j.Agent); err != nil {
 			return 0, err
 		}
+	}
+	if known {
+		owner = old.owner
+	}
+	bytes, gone, err := g.room(owner, j.Agent, at)
+	if err != nil {
+		return 0, err
 	}
 	since, err := g.host.Host(ctx, j.Agent, j.New, j.Since)
 	if err != nil {
@@ -91,9 +105,11 @@ func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 	}
 	ttl := g.host.TTL()
 	if known {
+		g.shares.Add(owner, at, int64(bytes-old.bytes))
 		old.bytes = bytes
 		old.until = time.Now().Add(ttl)
 		old.end.Reset(ttl)
+		g.giveWay(ctx, gone)
 		return since, nil
 	}
 	if old != nil { // the registry has let another agent take the rank over
@@ -104,35 +120,74 @@ func (g *joinedRanks) join(ctx context.Context, j *wire.Join) (int64, error) {
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
 	}
-	n := &joinedRank{agent: j.Agent, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
+	n := &joinedRank{agent: j.Agent, owner: owner, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
 	g.ranks[at] = n
+	g.shares.Add(owner, at, int64(bytes))
 	g.listing.table.Routes().Join(route)
+	g.giveWay(ctx, gone)
 	g.joinLog.Do(func(note string) {
 		g.log.Info("rank joined"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", e.EngineID), zap.Ints("rank", []int{at.dp, at.tp, at.pp}))
 	})
 	return since, nil
 }
 
-// room is how many bytes a rank's entry takes, if there is room for it; g.mu is held.
-func (g *joinedRanks) room(a *wire.Agent, at rankPlace) (int, error) {
+// room is how many bytes a rank's entry takes, and which ranks are to give way if it comes in. These are ranks of another account that has more
+// than the rank's would have. Whoever had the rank's place before takes no room. g.mu is held.
+func (g *joinedRanks) room(owner core.Account, a *wire.Agent, at rankPlace) (bytes int, gone []rankPlace, err error) {
 	entry, err := a.MarshalMsg(nil)
 	if err != nil {
-		return 0, err
+		return 0, nil, err
 	}
 	if len(entry) > maxJoinedBytes {
-		return 0, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxJoinedBytes)
+		return 0, nil, fmt.Errorf("the description of %s with its %d regions takes %d bytes, at most %d are taken of a rank that joins: register fewer regions, with more heads in each", rankText(a), len(a.Shapes), len(entry), maxJoinedBytes)
 	}
+	var asked []rankPlace // they do not count while others are asked
+	without := func(place rankPlace) {
+		if n := g.ranks[place]; n != nil {
+			g.shares.Remove(n.owner, place)
+			asked = append(asked, place)
+		}
+	}
+	defer func() {
+		for _, place := range asked {
+			n := g.ranks[place]
+			g.shares.Add(n.owner, place, int64(n.bytes))
+		}
+	}()
+	without(at)
 	sum := len(entry)
 	for other, n := range g.ranks {
 		if other != at {
 			sum += n.bytes
 		}
 	}
-	if sum > maxAllJoinedBytes && !fault.On("node-joined-unbounded") {
-		return 0, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxAllJoinedBytes)
+	for sum > maxAllJoinedBytes && !fault.On("node-joined-unbounded") {
+		victim, ok := g.shares.Gives(owner, at, int64(len(entry)))
+		n := g.ranks[victim]
+		if !ok || n.owner == owner || fault.On("node-joined-first-come") {
+			return 0, nil, fmt.Errorf("the %d ranks that have joined leave no room for the %d bytes of %s: their descriptions may take %d bytes in all", len(g.ranks), len(entry), rankText(a), maxAllJoinedBytes)
+		}
+		gone = append(gone, victim)
+		sum -= n.bytes
+		without(victim)
 	}
-	return len(entry), nil
+	return len(entry), gone, nil
+}
+
+// giveWay drops ranks for another that has come in. Their agents are told so when they renew. An entry that cannot be withdrawn ends with its
+// lease, within TTL. g.mu is held.
+func (g *joinedRanks) giveWay(ctx context.Context, gone []rankPlace) {
+	for _, victim := range gone {
+		n := g.ranks[victim]
+		g.dropLog.Do(func(note string) {
+			g.log.Warn("rank dropped: its host or key takes the most of the registry, and another rank needs room"+note, zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Int("bytes", n.bytes))
+		})
+		g.drop(victim, n)
+		if err := g.host.Unhost(ctx, n.agent); err != nil {
+			g.log.Debug("registration not withdrawn", zap.String("agent", n.agent.ID), zap.Error(err))
+		}
+	}
 }
 
 // livesWithin bounds the question whether a rank is still connected.
@@ -231,6 +286,7 @@ func (g *joinedRanks) drop(at rankPlace, n *joinedRank) {
 	g.listing.table.Unregister(n.entry)
 	g.listing.table.Routes().Leave(bootstrap.Place{DP: at.dp, TP: at.tp, PP: at.pp})
 	delete(g.ranks, at)
+	g.shares.Remove(n.owner, at)
 }
 
 func (g *joinedRanks) close() {

@@ -1,12 +1,18 @@
 package node
 
 import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 
 	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/bootstrap"
+	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -19,12 +25,7 @@ func TestJoinedRanksLeaveRoom(t *testing.T) {
 	g := newJoinedRanks(&a.cfg, zap.NewNop(), &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, &fakeHost{})
 	defer g.close()
 	join := func(tp, bytes int) error {
-		rank := &wire.Agent{Version: wire.Version, ID: "r", EngineID: "e", TPRank: tp, TPSize: ranks, PPSize: 1, Joined: true}
-		for left := bytes; left > 0; left -= 200 {
-			rank.Shapes = append(rank.Shapes, wire.Shape{Name: strings.Repeat("n", 180)})
-		}
-		_, err := g.join(t.Context(), &wire.Join{Agent: rank, New: true})
-		return err
+		return joinAs(t, g, "one", ranks, tp, bytes)
 	}
 	if err := join(1, 4<<20); err == nil || !strings.Contains(err.Error(), "at most 2097152") {
 		t.Errorf("a description of 4 MiB: %v", err)
@@ -54,4 +55,118 @@ func TestJoinedRanksLeaveRoom(t *testing.T) {
 	if err := join(taken, 1<<20); err != nil {
 		t.Errorf("the next, once another takes less: %v", err)
 	}
+}
+
+// joinAs has a rank of an engine join that describes itself in so many bytes.
+func joinAs(t *testing.T, g *joinedRanks, owner core.Account, ranks, tp, bytes int) error {
+	rank := &wire.Agent{Version: wire.Version, ID: fmt.Sprint("r", tp), EngineID: "e", TPRank: tp, TPSize: ranks, PPSize: 1, Joined: true}
+	for left := bytes; left > 0; left -= 200 {
+		rank.Shapes = append(rank.Shapes, wire.Shape{Name: strings.Repeat("n", 180)})
+	}
+	_, err := g.join(t.Context(), owner, &wire.Join{Agent: rank, New: true})
+	return err
+}
+
+// TestJoinedRanksOfAnother: ranks of one account that fill the room leave some to another account's. Ranks of that account give way, and no
+// more of them than it takes; it is not so for ranks of the account itself, nor for an account that would then have more.
+func TestJoinedRanksOfAnother(t *testing.T) {
+	a, _ := agentWithoutBus(t)
+	const ranks = 64
+	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, ranks, 1
+	host := &countingHost{}
+	g := newJoinedRanks(&a.cfg, zap.NewNop(), &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, host)
+	defer g.close()
+	taken := 1
+	for ; joinAs(t, g, "greedy", ranks, taken, 1<<20) == nil; taken++ {
+	}
+	full := len(g.ranks)
+	if full < 16 {
+		t.Fatalf("%d ranks of one account are in", full)
+	}
+	next := taken + 1
+	for ; next < taken+6; next++ {
+		if err := joinAs(t, g, "newcomer", ranks, next, 3<<19); err != nil {
+			t.Errorf("another account's: %v", err)
+		}
+	}
+	lost := full + 5 - len(g.ranks)
+	if lost < 6 || lost > 10 || len(host.unhosted) != lost {
+		t.Errorf("%d of %d ranks have given way, %v are out of the registry", lost, full, host.unhosted)
+	}
+	sum := 0
+	for _, n := range g.ranks {
+		sum += n.bytes
+	}
+	if _, ok := g.ranks[rankPlace{0, 1, 0}]; !ok || sum > maxAllJoinedBytes {
+		t.Errorf("the first is there: %v; %d bytes", ok, sum)
+	}
+	if err := joinAs(t, g, "greedy", ranks, taken-1, 3<<19); err == nil || !strings.Contains(err.Error(), "no room") {
+		t.Errorf("one that gave way renews: %v", err)
+	}
+	for ; next < ranks && joinAs(t, g, "newcomer", ranks, next, 3<<19) == nil; next++ {
+	}
+	bytes := map[core.Account]int{}
+	for _, n := range g.ranks {
+		bytes[n.owner] += n.bytes
+	}
+	if d := bytes["greedy"] - bytes["newcomer"]; next == ranks || d < -4<<20 || d > 4<<20 {
+		t.Errorf("at the end %v", bytes)
+	}
+	g.close()
+	if n := g.shares.Holders(); n != 0 {
+		t.Errorf("%d ranks count", n)
+	}
+}
+
+// TestJoinThatFails: no rank gives way for one that does not come in. One that takes the place of a rank that is gone counts without that one,
+// whoever's it was, and lines about ranks that give way are few.
+func TestJoinThatFails(t *testing.T) {
+	a, _ := agentWithoutBus(t)
+	const ranks = 200
+	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, ranks, 1
+	host := &countingHost{}
+	lines, seen := observer.New(zap.WarnLevel)
+	g := newJoinedRanks(&a.cfg, zap.New(lines), &rankListing{&bootstrap.Table{}, func() string { return "http://127.0.0.1:1" }}, host)
+	defer g.close()
+	if err := joinAs(t, g, "dead", ranks, 1, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	n := 2
+	for ; joinAs(t, g, "greedy", ranks, n, 1<<18) == nil; n++ {
+	}
+	before := len(g.ranks)
+	host.fails = true
+	if err := joinAs(t, g, "newcomer", ranks, n, 1<<20); err == nil || len(g.ranks) != before || len(host.unhosted) != 0 {
+		t.Errorf("one that the registry refuses: %v, and %d of %d ranks are there", err, len(g.ranks), before)
+	}
+	host.fails = false
+	grow := func(owner core.Account, at rankPlace) {
+		g.ranks[at].bytes += maxAllJoinedBytes
+		g.shares.Add(owner, at, maxAllJoinedBytes)
+	}
+	grow("dead", rankPlace{0, 1, 0})
+	grow("greedy", rankPlace{0, 2, 0})
+	if _, err := g.join(t.Context(), "newcomer", &wire.Join{Agent: &wire.Agent{Version: wire.Version, ID: "r1 again", EngineID: "e", TPRank: 1, TPSize: ranks, PPSize: 1, Joined: true}, New: true}); err != nil {
+		t.Errorf("in the place of one that is gone and had more than all: %v", err)
+	}
+	if len(host.unhosted) != 1 || host.unhosted[0] != "r2" {
+		t.Errorf("%v give way", host.unhosted)
+	}
+	for range 100 {
+		g.giveWay(t.Context(), slices.Collect(maps.Keys(g.ranks))[:1])
+	}
+	if n := seen.FilterMessageSnippet("rank dropped").Len(); n == 0 || n > 50 {
+		t.Errorf("%d lines about 101 ranks", n)
+	}
+}
+
+// countingHost notes whose registrations were withdrawn.
+type countingHost struct {
+	fakeHost
+	unhosted []string
+}
+
+func (h *countingHost) Unhost(_ context.Context, a *wire.Agent) error {
+	h.unhosted = append(h.unhosted, a.ID)
+	return nil
 }

@@ -300,7 +300,7 @@ func TestManyRegionsWait(t *testing.T) {
 		n++
 		own := *h
 		own.Endpoints = []wire.Endpoint{{Transport: viaTCP}}
-		return s.hello("", core.AgentID(fmt.Sprint("d", n)), &own)
+		return s.hello("", core.AgentID(fmt.Sprint("d", n)), "", &own)
 	}
 	table.long <- struct{}{}
 	if rep := hello(self); rep.Code != 0 {

@@ -12,18 +12,18 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 	"github.com/kvconn/kvconn/wire"
 )
 
-// maxPeers is how many peers are remembered. The peer that was unused for longest is
-// forgotten first. If it comes back, it says hello again. A peer in use is never forgotten
-// for another; one that has only said hello is not in use.
+// maxPeers is how many peers are remembered. If there are as many, yields says which is forgotten for the next. If it comes back, it says
+// hello again.
 const maxPeers = 4096
 
 // peer is this agent's record of another.
 type peer struct {
 	id                core.AgentID
+	account           core.Account // whom it counts under, if it has said hello
 	via               core.Via
 	rank              string        // the peer's engine and rank; "" on P
 	joined            bool          // the peer uses the server of another process
@@ -49,11 +49,14 @@ type peerTable struct {
 	mu             sync.Mutex
 	byID           map[core.AgentID]*peer
 	order          *list.List                        // of *peer, by their last use
+	idle           quota.Places[core.Account, *peer] // those that do not work, the longest unused first
+	working        quota.Places[core.Account, *peer] // those that work, but not those from which this agent loads
 	known          map[lookup][]core.FoundPart       // the agents of a target that was looked up
 	pendingLookups map[lookup][]core.Resolve         // the loads and claims that wait for a look-up under way
 	dealtRegions   map[core.Target][sha256.Size]byte // sumOf the regions that a rank had when this agent's were dealt out to its engine
 	matches        matchStore
 	long           chan struct{} // holds a value while a peer with many regions is looked at
+	now            func() time.Time
 
 	// admitting is held while a peer is added and another is dismissed for it, so that
 	// the transports admit exactly the peers of the table.
@@ -62,7 +65,7 @@ type peerTable struct {
 
 func newPeerTable() *peerTable {
 	return &peerTable{byID: map[core.AgentID]*peer{}, order: list.New(), known: map[lookup][]core.FoundPart{}, pendingLookups: map[lookup][]core.Resolve{}, dealtRegions: map[core.Target][sha256.Size]byte{},
-		matches: matchStore{by: map[cachesKey]*matched{}}, long: make(chan struct{}, 1)}
+		matches: matchStore{by: map[cachesKey]*matched{}}, long: make(chan struct{}, 1), now: time.Now}
 }
 
 func (t *peerTable) get(id core.AgentID) *peer {
@@ -70,8 +73,9 @@ func (t *peerTable) get(id core.AgentID) *peer {
 	defer t.mu.Unlock()
 	p := t.byID[id]
 	if p != nil {
-		p.used = time.Now()
+		p.used = t.now()
 		t.order.MoveToBack(p.place)
+		t.idle.Renew(p)
 	}
 	return p
 }
@@ -96,26 +100,6 @@ type dismisser interface {
 	Dismiss(peer core.AgentID)
 }
 
-// keptFor is how long the table remembers a peer after its last use, however many others come. An
-// agent uses a peer with transfers under way once a second.
-const keptFor = 10 * time.Second
-
-// notes remembers that a peer works with this agent, if one of its transfers is one that this agent's engine knows. Claims and loads
-// that the engine has not named do not count, since a peer may name what it likes.
-func (p *peer) notes(answers []core.Answer) []core.Answer {
-	if !p.works.Load() && slices.ContainsFunc(answers, func(a core.Answer) bool {
-		return a.Status == core.StatusPrefill || a.Status == core.StatusOffered || a.Status == core.StatusSending
-	}) {
-		p.works.Store(true)
-	}
-	return answers
-}
-
-// busy says whether the table must remember a peer; t.mu is held.
-func (p *peer) busy(now time.Time) bool {
-	return now.Sub(p.used) < keptFor && (p.works.Load() || fault.On("node-hello-is-use"))
-}
-
 // errBusy refuses a peer's request that the peer is to repeat.
 var errBusy = errors.New("there is too much to do at this moment")
 
@@ -135,7 +119,7 @@ func (t *peerTable) add(p *peer, transports dismisser) error {
 
 // put remembers a peer, and returns the peers that it has forgotten for this one; t.mu is held.
 func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
-	p.used = time.Now()
+	p.used = t.now()
 	old := t.byID[p.id]
 	if old != nil {
 		old.used = p.used // it makes no room for itself
@@ -149,12 +133,15 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		if p.rank == "" {
 			p.rank, p.joined = old.rank, old.joined
 		}
+		if p.account == "" { // this agent has looked it up
+			p.account = old.account
+		}
 		if old.works.Load() {
 			p.works.Store(true)
 		}
 	} else if t.order.Len() >= maxPeers {
-		first := t.idlest(p.used)
-		if first == nil {
+		first, ok := t.yields(p.account, p.used)
+		if !ok {
 			return nil, errManyPeers
 		}
 		gone = append(gone, first.id)
@@ -173,18 +160,9 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		t.remove(old)
 	}
 	p.place = t.order.PushBack(p)
+	t.count(p)
 	t.byID[p.id] = p // met anew, so it is not gone
 	return gone, nil
-}
-
-// idlest is the peer that was unused for longest, among those that are not in use; nil if there is none. t.mu is held.
-func (t *peerTable) idlest(now time.Time) *peer {
-	for e := t.order.Front(); e != nil; e = e.Next() {
-		if p := e.Value.(*peer); !p.busy(now) {
-			return p
-		}
-	}
-	return nil
 }
 
 // errManyMatches refuses a peer because the matches take too much memory, and all peers were used a moment ago.
@@ -199,7 +177,7 @@ func (t *peerTable) makeRoom(bytes int, but *peer) (gone []core.AgentID, err err
 		return nil, nil
 	}
 	var idle []*peer
-	now := time.Now()
+	now := t.now()
 	for e := t.order.Front(); e != nil; e = e.Next() {
 		p := e.Value.(*peer)
 		if p != but && !p.busy(now) && alone(p.in, p.out) > 0 {
@@ -255,6 +233,8 @@ func (t *peerTable) drop(p *peer) {
 func (t *peerTable) remove(p *peer) {
 	delete(t.byID, p.id)
 	t.order.Remove(p.place)
+	t.idle.Remove(p)
+	t.working.Remove(p)
 	t.matches.release(p.in)
 	t.matches.release(p.out)
 }

@@ -64,7 +64,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 	}
 	switch req.Kind {
 	case wire.KindHello:
-		return s.hello(via, from, req.Hello)
+		return s.hello(via, from, account, req.Hello)
 	case wire.KindLoad:
 		return s.load(from, account, req.Load)
 	case wire.KindRenew:
@@ -76,7 +76,7 @@ func (s *server) answer(via core.Via, req *wire.Request) *wire.Reply {
 		s.machine.finished(from, account, req.Finishes)
 		return &wire.Reply{}
 	case wire.KindJoin:
-		return s.join(from, req.Join)
+		return s.join(from, account, req.Join)
 	case wire.KindSignal:
 		_, t := s.caches()
 		if t == nil || s.peers.get(from) == nil {
@@ -92,7 +92,7 @@ func sayHello() *wire.Reply {
 }
 
 // hello checks once for each peer that its blocks can be copied from ours.
-func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Reply {
+func (s *server) hello(via core.Via, from core.AgentID, account core.Account, h *wire.Agent) *wire.Reply {
 	if fault.On("node-from-believed") {
 		from = core.AgentID(h.ID)
 	}
@@ -111,7 +111,7 @@ func (s *server) hello(via core.Via, from core.AgentID, h *wire.Agent) *wire.Rep
 		})
 		return refuse("prefill engine %q refuses decode engine %q: %v", self.EngineID, h.EngineID, err)
 	}
-	tickets, err := s.peers.admit(&peer{id: from, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
+	tickets, err := s.peers.admit(&peer{id: from, account: account, via: via, out: match}, t, func() ([]wire.Ticket, error) { return t.admit(from, h) })
 	switch {
 	case errors.Is(err, core.ErrTransportClosed): // the agent that comes in its place may take the request
 		return &wire.Reply{Code: int(core.Closed), Reason: "the prefill agent is closing"}
@@ -152,7 +152,7 @@ func (s *server) load(from core.AgentID, account core.Account, l *wire.Load) *wi
 	if answer.Code == core.OK && !p.works.Load() {
 		for _, ans := range s.renewed(core.RenewMessage{From: from, Loads: []core.TransferID{msg.ID}}) {
 			if ans.Status != core.StatusUnknown && ans.Status != core.StatusEarly { // the engine has named it; it may have ended already
-				p.works.Store(true)
+				s.peers.noteWorks(p)
 			}
 		}
 	}
@@ -172,10 +172,10 @@ func (s *server) renew(from core.AgentID, account core.Account, r *wire.Renew) *
 	if p := s.peers.get(from); p != nil && p.out != nil {
 		s.renewed(core.RenewMessage{From: from}) // it lives
 		for part := range slices.Chunk(r.Loads, core.MaxLocked) {
-			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Loads: transferIDs(part)})))
+			addAnswers(rep, s.peers.notes(p, s.renewed(core.RenewMessage{From: from, Loads: transferIDs(part)})))
 		}
 		for part := range slices.Chunk(r.Claims, core.MaxLocked) {
-			addAnswers(rep, p.notes(s.renewed(core.RenewMessage{From: from, Account: account, Claims: transferIDs(part)})))
+			addAnswers(rep, s.peers.notes(p, s.renewed(core.RenewMessage{From: from, Account: account, Claims: transferIDs(part)})))
 		}
 	}
 	for len(rep.Statuses) < len(r.Loads)+len(r.Claims) {
@@ -195,7 +195,7 @@ func addAnswers(rep *wire.Reply, answers []core.Answer) {
 }
 
 // join registers another rank at this agent's server, for a while.
-func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
+func (s *server) join(from core.AgentID, account core.Account, j *wire.Join) *wire.Reply {
 	switch {
 	case s.joined == nil:
 		return refuse("agent %s of engine %q has no server that others could join", s.id, s.cfg.EngineID)
@@ -208,7 +208,7 @@ func (s *server) join(from core.AgentID, j *wire.Join) *wire.Reply {
 		s.joined.leave(ctx, j.Agent)
 		return &wire.Reply{}
 	}
-	since, err := s.joined.join(ctx, j)
+	since, err := s.joined.join(ctx, account, j)
 	if err != nil {
 		s.queues.joins.Do(func(note string) {
 			s.log.Warn("rank not registered"+note, zap.String("agent", j.Agent.ID), zap.String("engine_id", j.Agent.EngineID), zap.Error(err))

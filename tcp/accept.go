@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"slices"
 	"syscall"
 	"time"
@@ -21,9 +22,9 @@ import (
 // pendingConns are the accepted connections that have shown no ticket yet. Anyone may open
 // such a connection. So they are few, have little time, and rarely fill a log line.
 type pendingConns struct {
-	conns     []*net.TCPConn // oldest first
-	logAt     time.Time      // not before
-	notLogged int            // refused since the last line
+	conns     quota.Places[netip.Prefix, *net.TCPConn] // by address
+	logAt     time.Time                                // not before
+	notLogged int                                      // refused since the last line
 }
 
 // errUnwanted refuses a stream so that its peer does not try again.
@@ -48,26 +49,23 @@ func (s *sender) accept() {
 	}
 }
 
-// addPending gives a connection its time for a hello. If all places are taken, the oldest
-// pending connection loses its place: a decode agent says hello at once.
+// addPending gives a connection its time for a hello. If all places are taken, the oldest pending connection of the address that has the
+// most loses its place: a decode agent says hello at once.
 func (s *sender) addPending(conn *net.TCPConn) {
-	var oldest *net.TCPConn
+	var victim *net.TCPConn
+	from := fault.Pick("stream-pending-alike", quota.AddressOf(conn.RemoteAddr()), netip.Prefix{})
 	s.mu.Lock()
 	closed := s.closed
 	if !closed {
-		s.pending.conns = append(s.pending.conns, conn)
-		if len(s.pending.conns) > s.t.cfg.MaxUnauthenticated {
-			oldest = s.pending.conns[0]
-			s.pending.conns = slices.Delete(s.pending.conns, 0, 1)
-		}
+		victim, _ = s.pending.conns.Add(from, conn, s.t.cfg.MaxUnauthenticated)
 	}
 	s.mu.Unlock()
 	if closed {
 		conn.Close()
 		return
 	}
-	if oldest != nil {
-		oldest.Close()
+	if victim != nil {
+		victim.Close()
 	}
 	s.t.goRun("tcp accepted", func() {
 		defer conn.Close()
@@ -109,7 +107,7 @@ func (s *sender) authenticate(conn *net.TCPConn) (*outStream, error) {
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.pending.conns = slices.DeleteFunc(s.pending.conns, func(c *net.TCPConn) bool { return c == conn })
+	s.pending.conns.Remove(conn)
 	p := s.byTicket[h.key]
 	number, attempt := h.stream()
 	switch {

@@ -28,7 +28,7 @@ func TestUnauthenticatedDoNotKeepDecodersOut(t *testing.T) {
 	pending := func() (n int) {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return len(p.sender.pending.conns)
+		return p.sender.pending.conns.Len()
 	}
 	var silent []net.Conn
 	for i := range 80 {
@@ -355,7 +355,7 @@ func TestStreamsOfOnePeer(t *testing.T) {
 	until(t, "each has been greeted", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
-		return p.sender.peers["many"].open == maxPeerStreams && len(p.sender.pending.conns) == 0
+		return p.sender.peers["many"].open == maxPeerStreams && p.sender.pending.conns.Len() == 0
 	})
 }
 

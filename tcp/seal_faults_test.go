@@ -20,6 +20,7 @@ var sealDefects = []faulttest.Defect{
 	{"stream-ticket-shared", "TestTicketOfOneAgent"},
 	{"stream-addresses-alike", "TestStreamsOfManyAgents"},
 	{"stream-agents-alike", "TestStreamsOfPeersWithMany"},
+	{"stream-pending-alike", "TestHelloBesideAFlood"},
 	{"stream-unproved", "TestLateHello"},
 	{"stream-attempt-again", "TestPlainHelloAgain"},
 	{"stream-attempt-again", "TestHelloAgain"},

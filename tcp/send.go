@@ -197,7 +197,7 @@ func (s *sender) close() {
 	for _, out := range left {
 		out.fail(errClosed)
 	}
-	for _, c := range s.pending.conns {
+	for c := range s.pending.conns.All() {
 		c.Close()
 	}
 	for _, p := range s.peers {

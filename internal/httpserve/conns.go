@@ -1,12 +1,15 @@
 package httpserve
 
 import (
-	"container/list"
 	"context"
 	"net"
 	"net/http"
+	"net/netip"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // smallHead is how much of a header any connection may have sent and leave unfinished. What net/http makes of a hostile one
@@ -24,11 +27,13 @@ const (
 type conn struct {
 	http.ConnState
 	c    net.Conn
-	list *list.List // waiting, busy, or nil
-	at   *list.Element
-	head int           // bytes of a header that has not come whole
-	long *list.Element // of such headers
+	from netip.Prefix // the address that it counts under
+	list *places      // waiting, busy, or nil
+	head int          // bytes of a header that has not come whole
 }
+
+// places are connections by their addresses.
+type places = quota.Places[netip.Prefix, *conn]
 
 // connKey is under which a request's context has its connOf.
 type connKey struct{}
@@ -60,7 +65,7 @@ func (s *Server) answering(h http.Handler) http.Handler {
 }
 
 // move puts the connection of a request into a list.
-func (of connOf) move(l *list.List) {
+func (of connOf) move(l *places) {
 	of.s.mu.Lock()
 	defer of.s.mu.Unlock()
 	if k := of.s.conns[of.c]; k != nil && k.ConnState == http.StateActive {
@@ -75,9 +80,10 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	k := s.conns[c]
 	if state == http.StateClosed || state == http.StateHijacked {
 		if k != nil {
-			s.leave(k)
 			if k.ConnState == http.StateClosed {
 				s.ending--
+			} else {
+				s.leave(k)
 			}
 		}
 		delete(s.conns, c)
@@ -92,13 +98,14 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 		return
 	}
 	if k == nil {
-		k = &conn{c: c}
+		k = &conn{c: c, from: fault.Pick("http-addresses-alike", quota.AddressOf(c.RemoteAddr()), netip.Prefix{})}
 		// One that was dropped has given its place back, though its goroutine may take half a second to end. Else a burst
 		// of unknown clients, each dropped for the next one, would hold all places with what is about to end.
-		if s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict()) {
+		full := s.opt.MaxConns > 0 && (len(s.conns) >= withEnding*s.opt.MaxConns || len(s.conns)-s.ending >= s.opt.MaxConns && !s.evict())
+		s.conns[c] = k
+		if full {
 			s.drop(k)
 		}
-		s.conns[c] = k
 	}
 	if k.ConnState == http.StateClosed { // its goroutine is about to end
 		return
@@ -116,18 +123,19 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	}
 }
 
-// evict makes room for a connection: unknown clients that hold all places must not keep others
-// out. mu is held.
+// evict makes room for a connection: unknown clients that hold all places must not keep others out. Of the connections that wait for their
+// clients it ends the one that has waited for the longest, of the address of which most wait: no client that works with many at a time gives one
+// that works for one that says nothing. If none waits, and requests are brief, it ends the one that has been busy for the longest, of the
+// address of which most are busy. mu is held.
 func (s *Server) evict() bool {
-	l := &s.waiting
-	if l.Len() == 0 && s.opt.Brief {
-		l = &s.busy
+	k, ok := s.waiting.Oldest()
+	if (!ok || fault.On("http-work-gives-way") && s.busy.Most() > s.waiting.Most()) && s.opt.Brief {
+		k, ok = s.busy.Oldest()
 	}
-	if l.Len() == 0 {
-		return false
+	if ok {
+		s.drop(k)
 	}
-	s.drop(l.Front().Value.(*conn))
-	return true
+	return ok
 }
 
 // drop ends a connection. mu is held.
@@ -145,22 +153,22 @@ func (s *Server) leave(k *conn) {
 }
 
 // move puts a connection behind all others of a list. mu is held.
-func (k *conn) move(to *list.List) {
+func (k *conn) move(to *places) {
 	if k.list != nil {
-		k.list.Remove(k.at)
+		k.list.Remove(k)
 	}
 	if k.list = to; to != nil {
-		k.at = to.PushBack(k)
+		to.Put(k.from, k, 1)
 	}
 }
 
 // endHead forgets a header. mu is held.
 func (s *Server) endHead(k *conn) {
-	if k.long != nil {
-		s.longHeads.Remove(k.long)
+	if s.longHeads.Has(k) {
+		s.longHeads.Remove(k)
 		s.longBytes -= k.head
 	}
-	k.head, k.long = 0, nil
+	k.head = 0
 }
 
 // readHead counts bytes of a header.
@@ -173,14 +181,16 @@ func (s *Server) readHead(c net.Conn, n int) {
 	}
 	k.head += n
 	switch {
-	case k.long != nil:
+	case s.longHeads.Has(k):
+		s.longHeads.Weigh(k, int64(n))
 		s.longBytes += n
 	case k.head > smallHead:
-		k.long = s.longHeads.PushBack(k)
+		s.longHeads.Put(k.from, k, int64(k.head))
 		s.longBytes += k.head
 	}
 	for s.longBytes > s.opt.MaxLongHeads && s.longHeads.Len() > 1 {
-		s.drop(s.longHeads.Front().Value.(*conn))
+		long, _ := s.longHeads.Oldest()
+		s.drop(long)
 	}
 }
 

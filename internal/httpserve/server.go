@@ -3,7 +3,6 @@
 package httpserve
 
 import (
-	"container/list"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -44,14 +43,14 @@ type Options struct {
 	HeadTimeout time.Duration
 	// MaxHeaderBytes is that of http.Server.
 	MaxHeaderBytes int
-	// MaxConns bounds the connections that are not hijacked; a new one ends the one that has
-	// waited for its client the longest. 0 means no bound.
+	// MaxConns bounds the connections that are not hijacked. A new one ends the one that has waited for its client the longest, of the
+	// address of which most wait. 0 means no bound.
 	MaxConns int
 	// MaxLongHeads bounds the bytes of headers that have not come whole, of those of more than
-	// smallHead bytes. Beyond it the one that began first ends. 0 means no bound. Not with TLS.
+	// smallHead bytes. Beyond it the one that began first ends, of the address that has the most. 0 means no bound. Not with TLS.
 	MaxLongHeads int
-	// Brief says that all requests are brief. If each connection has one under way, a new
-	// connection ends the one whose request has taken the longest. Else the new one ends.
+	// Brief says that all requests are brief. If each connection has one under way, a new connection ends the one whose request has taken
+	// the longest, of the address that has the most. Else the new one ends.
 	Brief bool
 	// TLS makes the server speak https.
 	TLS *tls.Config
@@ -79,10 +78,10 @@ type Server struct {
 	empty    chan struct{} // made by a waiting Close, closed with the last conn
 
 	// Connections in the order in which they came there.
-	waiting   list.List // for their client
-	busy      list.List // with a request that is not
-	longHeads list.List // for the rest of a long header; these wait too
-	longBytes int       // of those headers
+	waiting   places // for their client
+	busy      places // with a request that is not
+	longHeads places // for the rest of a long header; these wait too
+	longBytes int    // of those headers
 }
 
 // New returns a server for h, not yet listening.
