@@ -26,7 +26,7 @@ var onTheDouble = []doubleOnly{
 		"TestCloseBesideAMoment", "TestFlushOfAStuckDevice"}},
 	{"rdma/gpu_moving_test.go", "writes of a card that are seen late", []string{"TestGPUParts", "TestGPUFlush", "TestGPURevoke"}},
 	{"rdma/gpu_mapped_test.go", "a look at memory from the card's side too", []string{"TestGPUMapped"}},
-	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPURenewed", "TestGPURenewedAtP"}},
+	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPULookBeforeTheEnd", "TestGPURenewed", "TestGPURenewedAtP"}},
 	{"rdma/gpu_agents_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPUSleep", "TestGPUSleepForced"}},
 	{"rdma/gpu_process_test.go", "memory that the suite sees although the process that has it was stopped or killed", []string{"TestGPUProcesses"}},
 	{"rdma/gpu_refused_test.go", "cards and drivers that refuse as they are told, and bytes that come wrong", []string{
