@@ -25,6 +25,8 @@ var defects = []faulttest.Defect{
 	{"local-proved-stranger", "TestProvedAmongStrangers"},
 	{"local-shared-before", "TestDeviceRemapped"},
 	{"local-kept-open", "TestDeviceDismissed"},
+	{"local-keeps-dead", "TestDeviceMemoryOfTheDead"},
+	{"local-keeps-dead", "TestDeviceMemoryOfTheClosed"},
 	{"local-any-taken", "TestTakenUnasked"},
 	{"local-open-gate", "TestSilentDecode"},
 	{"local-gate", "TestClosedGate"},
