@@ -27,6 +27,7 @@ var defects = []faulttest.Defect{
 	{"local-kept-open", "TestDeviceDismissed"},
 	{"local-keeps-dead", "TestDeviceMemoryOfTheDead"},
 	{"local-keeps-dead", "TestDeviceMemoryOfTheClosed"},
+	{"local-keeps-dead", "TestProcesses/device/sender_killed"},
 	{"local-any-taken", "TestTakenUnasked"},
 	{"local-open-gate", "TestSilentDecode"},
 	{"local-gate", "TestClosedGate"},
