@@ -13,8 +13,8 @@ import (
 	"github.com/kvconn/kvconn/internal/devices"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/leaktest"
-	"github.com/kvconn/kvconn/rig/timed"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/timed"
 	"github.com/kvconn/kvconn/wire"
 )
 

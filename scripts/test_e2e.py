@@ -15,7 +15,7 @@ ON_DEVICES = ["chaos-gpu", "chaos-gpu-local", "chaos-gpu-slow"]
 
 
 def run(folder: Path, double: int) -> tuple[int, dict[str, str]]:
-    """Runs e2e.sh among commands that do nothing, beside a build of the driver double that ends so: its status, and what each stage says."""
+    """Runs e2e.sh among commands that do nothing. The build of the driver double ends so. Its status, and what each stage says."""
     scripts = folder / "scripts"
     scripts.mkdir()
     (folder / "build").mkdir()

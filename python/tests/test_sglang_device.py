@@ -54,7 +54,9 @@ class Pair:
         more = {"disaggregation_bootstrap_port": port, "scheduler": self.scheduler}
         self.p = start("prefill", lambda: on_gpu(gpu, mha(0, 2), sleeps), **more)
         ranks.append(self.p)
-        self.d = start("decode", lambda: on_gpu(gpu, mha(0, 2), sleeps), scheduler=like(sglang.SGLANG_SCHEDULER, forward_stream=self.forward_d))
+        self.d = start(
+            "decode", lambda: on_gpu(gpu, mha(0, 2), sleeps), scheduler=like(sglang.SGLANG_SCHEDULER, forward_stream=self.forward_d)
+        )
         ranks.append(self.d)
         self.scheduler.ready(self.p, PAGE, list(range(4 * PAGE, 12 * PAGE)))  # pages 4 to 11
 
