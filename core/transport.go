@@ -98,7 +98,8 @@ type Transport interface {
 	Admit(peer AgentID) (ticket []byte, err error)
 
 	// Dismiss forgets a peer on either side: its ticket is dead, its connections
-	// are closed, and transfers with it end with an error. An unknown peer is no
+	// are closed, and transfers with it end with an error. What the transport has mapped of the
+	// peer's memory is let go of, as soon as no copy reads it. An unknown peer is no
 	// error. Sink.Written may be called before Dismiss returns.
 	Dismiss(peer AgentID)
 
@@ -245,7 +246,9 @@ type Sink interface {
 	// or is not connected any more. On P it means that an admitted peer is not connected any
 	// more, and comes once for each such loss; the peer may come back with the same ticket. If
 	// the transport knows which transfers this ends, they end by a Received or Written of their
-	// own. If only cards move a transport's bytes, P may not see that a peer has died until it
+	// own. What the transport has mapped of the peer's memory is let go of before that is told, and before an
+	// end of a transfer that the loss causes: a dead engine's memory is free without anybody's asking, and its successor can start.
+	// If only cards move a transport's bytes, P may not see that a peer has died until it
 	// writes to that peer: leases and renewals find out who lives.
 	PeerDown(peer AgentID, err error)
 }

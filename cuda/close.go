@@ -66,7 +66,7 @@ func (d *Device) close() error {
 	case <-ended:
 	case <-deadline.C:
 		safe.Go("cuda close", func() { // a queue's lock is held while the driver is called
-			if n := d.busy(); n > 0 { // these began after Closing looked: a Fence would wait for them for ever
+			if n := d.busy(); n > 0 { // these began after Closing looked: nobody would ever tell of them
 				d.stall(fmt.Errorf("%d copies have not ended at the end of a close", n))
 			}
 		})

@@ -214,7 +214,7 @@ func (d *Device) fails(err error) bool {
 func (d *Device) stall(cause error) {
 	d.stalled.Do(func() {
 		why := fmt.Errorf("%w: %w", cause, ErrStuck)
-		if !d.fails(why) { // before Fence hears of it
+		if !d.fails(why) { // before anybody hears of it
 			why = fmt.Errorf("%w; %w", d.Err(), why)
 			d.failure.Store(&why)
 		}

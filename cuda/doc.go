@@ -62,7 +62,7 @@
 //
 //	device.Transfer(name, direction) *Transfer   FromDevice: P reads; ToDevice: D writes
 //	transfer.Start(Copy{Slot, At, Runs, Done})
-//	transfer.Fence() error                       ends it: no copy of it reads or lands any more
+//	transfer.MayCopy() bool                      after ErrStuck: has the device a copy of it still?
 //
 // Start returns at once. Done is called once for each Copy: nil when the copy's event has
 // passed. For ToDevice the bytes are then in the device's memory, and every kernel that is
@@ -80,11 +80,10 @@
 // D calls Slot when the socket has bytes, then readv and Start. In Done it counts the bytes as
 // landed, and then calls Release. D should not keep a slot while the network has nothing.
 //
-// Fence takes back the copies that the device does not have yet, and waits for the others:
-// not longer than the ring takes to copy. It may be called from Done. Done may be called
-// after Fence has returned, for copies that have ended. If the device does not answer within
-// Options.StallTimeout, the device counts as failed, and the copies and Fence end with ErrStuck: then
-// nobody knows whether a copy still lands, and the blocks must not be given back.
+// Before the blocks of a transfer are given back, its transport waits for the Done of each of its copies:
+// not longer than the ring takes to copy. If the device does not answer within Options.StallTimeout, the
+// device counts as failed, and its copies end with ErrStuck. Then nobody knows whether a copy that the device
+// has still lands, and as long as MayCopy is true the blocks must not be given back.
 //
 // # Memory of another process
 //
@@ -99,7 +98,7 @@
 //	      Copy{Peer, Runs, Slot, At, Done}             to a slot, in a Transfer FromDevice, for blocks in host memory
 //
 // The runs have P's addresses. A run that P has not opened to D is refused. Nobody writes to a peer's memory. A Copy should have some
-// hundred runs. D's Fence waits for D's own copies only, so P's process may be stopped meanwhile.
+// hundred runs. D waits for its own copies only, so P's process may be stopped meanwhile.
 //
 // A load goes like this. P waits for the moment of its blocks, and only then tells D where they are: so the processes share no event. D
 // copies after its own moment. When the copies have ended, D asks P, and P looks whether it still holds the offer and whether Shared.Check

@@ -11,79 +11,36 @@ import (
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
 )
 
-// TestFenceTakesBack: copies that the device does not have are told of the fence at once.
-func TestFenceTakesBack(t *testing.T) {
-	e, d := open(t, Options{})
-	p, s := memory(t, e, d, grain), slot(t, d, FromDevice)
-	stream := d.queue(FromDevice).drv.Stream()
-	e.Hold(stream)
-	tr, other := d.Transfer("a", FromDevice), d.Transfer("b", FromDevice)
-	done, goesOn := make(chan error, 1), make(chan error, driver.MostBatches)
-	for range driver.MostBatches { // it takes no more
-		other.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { goesOn <- err }})
-	}
-	tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
-	if err := tr.Fence(); err != nil {
-		t.Fatal(err)
-	}
-	if err := answer(t, done); !errors.Is(err, ErrFenced) {
-		t.Errorf("a fenced copy: %v", err)
-	}
-	if err := run(t, tr, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); !errors.Is(err, ErrFenced) {
-		t.Errorf("a copy after the fence: %v", err)
-	}
-	e.Release(stream)
-	for range driver.MostBatches {
-		if err := answer(t, goesOn); err != nil {
-			t.Errorf("another transfer's copy: %v", err)
-		}
-	}
-}
-
-// TestFenceInDone: a Done may fence its transfer, also while more copies are under way.
-func TestFenceInDone(t *testing.T) {
-	e, d := open(t, Options{})
-	p, tr := memory(t, e, d, grain), d.Transfer("a", FromDevice)
-	fenced := make(chan error, 20)
-	for range 20 {
-		tr.Start(Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 64 << 10}}, Done: func(error) { fenced <- tr.Fence() }})
-	}
-	for range 20 {
-		if err := answer(t, fenced); err != nil {
-			t.Error(err)
-		}
-	}
-}
-
-// TestFenceBound: if the device does not end a copy, the copy and its fence say so in bounded time, and
-// the device counts as failed.
-func TestFenceBound(t *testing.T) {
-	for name, fence := range map[string]bool{"fenced": true, "not fenced": false} {
-		t.Run(name, func(t *testing.T) { testStuck(t, fence) })
-	}
-}
-
-func testStuck(t *testing.T, fence bool) {
+// TestStuck: if the device does not end a copy, the copy says so in bounded time, and the device counts as failed. Only of the transfer whose copy
+// the device has does MayCopy say that a copy may land.
+func TestStuck(t *testing.T) {
 	e, d := open(t, Options{StallTimeout: 100 * time.Millisecond})
-	p, tr, idle := memory(t, e, d, grain), d.Transfer("a", ToDevice), d.Transfer("b", ToDevice)
+	p, tr, waits, idle := memory(t, e, d, grain), d.Transfer("a", ToDevice), d.Transfer("b", ToDevice), d.Transfer("c", ToDevice)
 	s := slot(t, d, ToDevice)
 	ours := d.made()[ToDevice].drv.Stream()
 	e.Hold(ours)
-	done := make(chan error, 2)
-	tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: func(err error) { done <- err }})
-	if fence {
-		if err := tr.Fence(); !errors.Is(err, ErrStuck) || d.Err() == nil {
-			t.Fatalf("the fence: %v, the device: %v", err, d.Err())
+	done := make(chan error, driver.MostBatches+1)
+	tell := func(err error) { done <- err }
+	for range driver.MostBatches { // the driver takes no more
+		tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: tell})
+	}
+	waits.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}, Done: tell})
+	if !waits.MayCopy() {
+		t.Error("a copy that has not ended does not count")
+	}
+	for range driver.MostBatches + 1 {
+		if err := answer(t, done); !errors.Is(err, ErrStuck) || d.Err() == nil {
+			t.Errorf("a copy was told with: %v, the device: %v", err, d.Err())
 		}
 	}
-	if err := answer(t, done); !errors.Is(err, ErrStuck) {
-		t.Errorf("the copy was told with: %v", err)
+	if !tr.MayCopy() {
+		t.Error("the device has copies, and it says that none may land")
 	}
-	if err := tr.Fence(); !errors.Is(err, ErrStuck) {
-		t.Errorf("a fence after it: %v", err)
+	if waits.MayCopy() {
+		t.Error("a copy that the device never had may land, it says")
 	}
-	if err := idle.Fence(); err != nil {
-		t.Errorf("a transfer without copies: %v", err)
+	if idle.MayCopy() {
+		t.Error("a transfer without copies has one that may land, it says")
 	}
 	if _, err := d.Slot(t.Context(), ToDevice, "test"); err == nil {
 		t.Error("a failed device gives slots")
@@ -94,6 +51,12 @@ func testStuck(t *testing.T, fence bool) {
 	}
 	e.Release(ours) // now it ends, and Close finds nothing under way
 	d.settled(t)
+	for end := time.Now().Add(patience); tr.MayCopy() && time.Now().Before(end); {
+		runtime.Gosched()
+	}
+	if tr.MayCopy() {
+		t.Error("all copies have ended, and one may land, it says")
+	}
 }
 
 // TestLostEvent: a copy that the driver took, and an event that it did not take: nobody knows when the copy
@@ -109,8 +72,8 @@ func TestLostEvent(t *testing.T) {
 	if err := run(t, tr, Copy{Slot: s, Runs: []Run{{Addr: p, Len: 100}}}); !errors.Is(err, ErrStuck) {
 		t.Errorf("the copy was told with: %v", err)
 	}
-	if err := tr.Fence(); !errors.Is(err, ErrStuck) {
-		t.Errorf("the fence: %v", err)
+	if !tr.MayCopy() {
+		t.Error("nobody knows whether the copy has ended, and it may not land, it says")
 	}
 	pinned := e.Count("pinned")
 	if err := d.Close(); err == nil || e.Count("pinned") != pinned {
@@ -161,8 +124,8 @@ func TestStuckAfterAFailure(t *testing.T) {
 	if err := answer(t, done); !errors.Is(err, ErrStuck) || !errors.Is(err, lost) {
 		t.Errorf("the copy was told with: %v", err)
 	}
-	if err := tr.Fence(); !errors.Is(err, ErrStuck) {
-		t.Errorf("the fence: %v", err)
+	if !tr.MayCopy() {
+		t.Error("nobody knows whether the copy has ended, and it may not land, it says")
 	}
 	e.Release(q.drv.Stream())
 	d.settled(t)
@@ -216,8 +179,8 @@ func TestSticky(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	}
-	if err := tr.Fence(); err != nil {
-		t.Errorf("the fence of a device that has failed: %v", err)
+	if tr.MayCopy() {
+		t.Error("no copy goes on after such a failure, and one may read, it says")
 	}
 	if _, err := d.Moment(stream); err == nil {
 		t.Error("a failed device gives moments")
@@ -231,7 +194,7 @@ func TestSticky(t *testing.T) {
 }
 
 // TestLateFailure: an operation that the device has already begun fails: each copy is told once, with the
-// reason or as done, and the fences return.
+// reason or as done, and none may land after that.
 func TestLateFailure(t *testing.T) {
 	if os.Getenv(inside) == "" { // the context stays sick
 		again(t, "^TestLateFailure$", inside+"=1", "KVCONN_LIBCUDA="+engine.Library(t))
@@ -264,8 +227,8 @@ func TestLateFailure(t *testing.T) {
 			}
 		}
 	}
-	if err := errors.Join(from.Fence(), to.Fence()); err != nil || bad == 0 {
-		t.Errorf("%d of 16 copies have failed, the fences: %v", bad, err)
+	if from.MayCopy() || to.MayCopy() || bad == 0 {
+		t.Errorf("%d of 16 copies have failed; one may still read: %v, land: %v", bad, from.MayCopy(), to.MayCopy())
 	}
 }
 
@@ -282,7 +245,7 @@ func TestFailedCopy(t *testing.T) {
 	if err := run(t, other, Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); err != nil {
 		t.Error(err)
 	}
-	if err := tr.Fence(); err != nil {
-		t.Error(err)
+	if tr.MayCopy() {
+		t.Error("it may read, it says")
 	}
 }

@@ -22,7 +22,7 @@ func TestPeerDies(t *testing.T) {
 			at, to := o.memory(kind, n, 1), memory(t, e, d, n)
 			p := o.openAll(d)
 			a, files := o.try(order{Do: "share"})
-			_, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
+			stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
 			o.kill()
 			e.Release(stream)
 			if err := answer(t, done); err != nil {
@@ -54,7 +54,7 @@ func TestPeerChanges(t *testing.T) {
 		o := start(t, 0)
 		at, to := o.memory("allocate", n, 1), memory(t, e, d, n)
 		p := o.openAll(d)
-		_, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
+		stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
 		o.ask(order{Do: "free", Addr: at})
 		if o.ask(order{Do: "count", Count: "violations"}).N != 1 {
 			t.Error("the double forgives an owner who frees what is open elsewhere")
@@ -72,7 +72,7 @@ func TestPeerChanges(t *testing.T) {
 		o := start(t, 0)
 		at, to := o.memory("map", n, 1), memory(t, e, d, n)
 		p := o.openAll(d)
-		_, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
+		stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
 		o.ask(order{Do: "sleep"})
 		noticed(t, o, "mapped")
 		o.ask(order{Do: "wake"})
@@ -157,7 +157,7 @@ func TestPeerCloseWaits(t *testing.T) {
 			const n = grain
 			at, to := o.memory(kind, n, 1), memory(t, e, d, n)
 			p := o.openAll(d)
-			_, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
+			stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
 			waits := make(chan error, 1)
 			j, err := d.Transfer("waits", FromPeer).ready(Copy{Peer: p,
 				Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}, Done: func(err error) { waits <- err }})
@@ -249,7 +249,7 @@ func TestPeerCloseBound(t *testing.T) {
 	o := start(t, 0)
 	at, to := o.memory("allocate", grain, 1), memory(t, e, d, grain)
 	p := o.openAll(d)
-	_, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: grain}}, To: []Run{{Addr: to, Len: grain}}})
+	stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: grain}}, To: []Run{{Addr: to, Len: grain}}})
 	if err := p.Close(); !errors.Is(err, ErrStuck) || e.Count("ipc") != 1 {
 		t.Errorf("closed: %v, and %d allocations are open", err, e.Count("ipc"))
 	}

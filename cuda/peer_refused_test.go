@@ -242,7 +242,7 @@ func TestPeerCopyFails(t *testing.T) {
 	at, to := o.memory("allocate", grain, 1), memory(t, e, d, grain)
 	p := o.openAll(d)
 	e.Fail("cuMemcpyDtoDAsync_v2", 1, 1)
-	says := "copies from a peer's memory to the device: copying 2097152 bytes in 1 pieces"
+	says := "copies from a peer's memory to the device for a: copying 2097152 bytes in 1 pieces"
 	if err := pull(t, d, p, at, to, grain); err == nil || !strings.Contains(err.Error(), says) {
 		t.Error(err)
 	}

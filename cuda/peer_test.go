@@ -3,10 +3,8 @@ package cuda
 import (
 	"errors"
 	"math/rand/v2"
-	"runtime"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
@@ -106,57 +104,17 @@ func pullScattered(t *testing.T, d *Device, p *Peer, random *rand.Rand, from, to
 }
 
 // hold starts a copy that the driver has and does not begin, until e.Release of the stream.
-func hold(t *testing.T, e *engine.Engine, d *Device, c Copy) (tr *Transfer, stream uintptr, done chan error) {
+func hold(t *testing.T, e *engine.Engine, d *Device, c Copy) (stream uintptr, done chan error) {
 	t.Helper()
 	if err := d.preparePeers(); err != nil {
 		t.Fatal(err)
 	}
 	stream = d.queue(FromPeer).drv.Stream()
 	e.Hold(stream)
-	tr, done = d.Transfer("held", FromPeer), make(chan error, 1)
+	done = make(chan error, 1)
 	c.Done = func(err error) { done <- err }
-	tr.Start(c)
-	return tr, stream, done
-}
-
-// TestPeerFence: after a fence D's blocks are another request's, in which nothing lands. Nobody waits for P, which is stopped.
-func TestPeerFence(t *testing.T) {
-	e, d := open(t, Options{})
-	o := start(t, 0)
-	const n = grain
-	at, to := o.memory("allocate", n, 1), memory(t, e, d, n)
-	p := o.openAll(d)
-	o.signal(syscall.SIGSTOP)
-	defer o.signal(syscall.SIGCONT)
-	tr, stream, done := hold(t, e, d, Copy{Peer: p, Runs: []Run{{Addr: at, Len: n}}, To: []Run{{Addr: to, Len: n}}})
-	fenced := make(chan error, 1)
-	go func() { fenced <- tr.Fence() }()
-	for !tr.fences() && len(fenced) == 0 {
-		runtime.Gosched()
-	}
-	if len(fenced) > 0 {
-		t.Error("the fence did not wait")
-	}
-	e.Release(stream)
-	if err := answer(t, fenced); err != nil {
-		t.Fatal(err)
-	}
-	e.Fill(to, n, 9)
-	if err := answer(t, done); err != nil {
-		t.Error(err)
-	}
-	d.settled(t)
-	if wrong := e.Wrong(to, n, 9); wrong > 0 {
-		t.Errorf("%d bytes have landed after the fence", wrong)
-	}
-}
-
-// fences: somebody waits for the transfer's copies.
-func (t *Transfer) fences() bool {
-	q := t.d.queue(t.dir)
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return t.idle != nil
+	d.Transfer("held", FromPeer).Start(c)
+	return stream, done
 }
 
 // TestPeersOfOneProcess: two agents of P share the same memory, which CUDA opens once here. When one is closed the other goes on.

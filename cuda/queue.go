@@ -67,8 +67,7 @@ func (d *Device) newQueue(dir Direction) (*queue, error) {
 	return q, nil
 }
 
-// start begins to wait for events, and to call Done: on two goroutines, so that a Done may
-// wait for a Fence.
+// start begins to wait for events, and to call Done: on two goroutines, so that a Done that takes its time holds up no copy.
 func (q *queue) start() {
 	q.d.goRun(q.wait)
 	q.d.goRun(q.tell)
@@ -251,12 +250,7 @@ func (q *queue) settle(j *job) {
 		}
 		return
 	}
-	t := j.t
-	t.copies = slices.DeleteFunc(t.copies, func(o *job) bool { return o == j })
-	if t.idle != nil && len(t.copies) == 0 {
-		close(t.idle)
-		t.idle = nil
-	}
+	j.t.copies--
 	if j.Slot != nil {
 		j.Slot.drop()
 	}

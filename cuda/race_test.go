@@ -103,34 +103,6 @@ func (d *Device) settled(t *testing.T) {
 	}
 }
 
-// TestFenceWaits: after a fence the blocks belong to another request, into which nothing lands.
-func TestFenceWaits(t *testing.T) {
-	e, d := open(t, Options{})
-	const n = 256 << 10
-	p, s := memory(t, e, d, n), slot(t, d, ToDevice)
-	copy(s.Bytes(), e.Pattern(n, 1))
-	wrong := 0
-	for i := range rounds {
-		tr := d.Transfer("a", ToDevice)
-		done := make(chan error, 1)
-		tr.Start(Copy{Slot: s, Runs: []Run{{Addr: p, Len: n}}, Done: func(err error) { done <- err }})
-		if err := tr.Fence(); err != nil {
-			t.Fatal(err)
-		}
-		e.Fill(p, n, uint64(i+2))
-		if err := answer(t, done); err != nil {
-			t.Fatal(err)
-		}
-		d.settled(t)
-		if e.Wrong(p, n, uint64(i+2)) > 0 {
-			wrong++
-		}
-	}
-	if wrong > 0 {
-		t.Errorf("%d of %d reads were wrong", wrong, rounds)
-	}
-}
-
 // TestSlotAfterCopy: a slot that is released while a copy reads it is nobody else's yet.
 func TestSlotAfterCopy(t *testing.T) {
 	e, d := open(t, Options{})

@@ -92,7 +92,7 @@ func (r *Region) now() ([]driver.Memory, []driver.Piece) {
 }
 
 // Close forgets the region. From then on the device copies from it and to it only if another region
-// lies in the same allocation. The caller has fenced the region's transfers before.
+// lies in the same allocation. The caller has waited for the region's copies before.
 func (r *Region) Close() {
 	d := r.d
 	d.mu.Lock()

@@ -78,7 +78,7 @@ func (s *Scratch) moveSome(ctx context.Context, dir Direction, offset uint64, b 
 	}
 	s.copies.Add(1)
 	done := make(chan error, 1)
-	s.d.Transfer("probe", dir).Start(Copy{Slot: slot, Runs: []Run{{Addr: uintptr(s.region.addr + offset), Len: uint64(len(b))}}, Done: func(err error) {
+	s.d.Transfer("a probe", dir).Start(Copy{Slot: slot, Runs: []Run{{Addr: uintptr(s.region.addr + offset), Len: uint64(len(b))}}, Done: func(err error) {
 		s.copies.Add(-1)
 		done <- err
 	}})

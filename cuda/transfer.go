@@ -3,15 +3,10 @@ package cuda
 import (
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/kvconn/kvconn/cuda/internal/driver"
-	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
-
-// ErrFenced ends copies of a transfer that was fenced before the device had them.
-var ErrFenced = errors.New("the transfer was fenced")
 
 // ErrStuck ends the copies of a device that did not end one within StallTimeout. Such a copy may
 // yet read or land.
@@ -30,20 +25,16 @@ type Copy struct {
 	Done func(error) // called once, see the package's page
 }
 
-// Transfer has the copies that are fenced together: those of one transfer in one direction.
+// Transfer has copies of one transfer in one direction.
 type Transfer struct {
-	d    *Device
-	name string
-	dir  Direction
-
-	// Guarded by the queue's mu.
-	copies []*job // that have not ended
-	fenced bool
-	idle   chan struct{} // closed when the last copy of a fenced transfer has ended
+	d      *Device
+	name   string
+	dir    Direction
+	copies int // that have not ended; guarded by the queue's mu
 }
 
-// Transfer begins a Transfer. Nobody need end it. But before a caller gives back memory that a copy may
-// still use, it calls Fence.
+// Transfer begins a Transfer. The name says in errors what the copies are for. Nobody need end it. But before a caller gives back memory that a copy may
+// still use, it waits for the copy's Done.
 func (d *Device) Transfer(name string, dir Direction) *Transfer {
 	return &Transfer{d: d, name: name, dir: dir}
 }
@@ -92,12 +83,7 @@ func (t *Transfer) begin(j *job) {
 	q := t.d.queue(t.dir)
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	t.copies = append(t.copies, j)
-	if t.fenced && q.over == nil {
-		j.err, j.queued = ErrFenced, true
-		q.settle(j)
-		return
-	}
+	t.copies++
 	q.push(j)
 }
 
@@ -105,7 +91,7 @@ func (t *Transfer) wrap(err error) error {
 	if err == nil {
 		return nil
 	}
-	return fmt.Errorf("transfer %q, copies %s: %w", t.name, t.dir, err)
+	return fmt.Errorf("copies %s for %s: %w", t.dir, t.name, err)
 }
 
 func (t *Transfer) prepare() error {
@@ -148,35 +134,14 @@ func (t *Transfer) check(j *job) error {
 	return nil
 }
 
-// Fence ends the transfer: when it has returned nil, no copy of it reads or lands any more.
-// Copies that the device does not have yet end with ErrFenced.
-func (t *Transfer) Fence() error {
+// MayCopy says whether the device still has a copy of the transfer, which may read or land. A device that has ended with ErrStuck says that of
+// copies too that it never had, or that it has ended.
+func (t *Transfer) MayCopy() bool {
 	q := t.d.queue(t.dir)
 	if q == nil {
-		return nil // nothing was ever copied
+		return false // nothing was ever copied
 	}
 	q.mu.Lock()
-	t.fenced = true
-	for _, j := range slices.Clone(t.copies) {
-		if !j.queued {
-			j.err, j.queued = ErrFenced, true
-			q.settle(j)
-		}
-	}
-	q.pending = slices.DeleteFunc(q.pending, func(j *job) bool { return j.queued })
-	if len(t.copies) == 0 || fault.On("gpu-fence") {
-		q.mu.Unlock()
-		return nil
-	}
-	if t.idle == nil {
-		t.idle = make(chan struct{})
-	}
-	idle := t.idle
-	q.mu.Unlock()
-	select { // the queue's look bounds it
-	case <-idle:
-		return nil
-	case <-t.d.stuck:
-		return t.wrap(t.d.Err())
-	}
+	defer q.mu.Unlock()
+	return t.copies > 0
 }

@@ -92,6 +92,7 @@ func TestProcesses(t *testing.T) {
 				t.Setenv("KVGPU_ABORT", "1") // a process that does what a driver leaves undefined ends
 				g := newGPU(t, 0)
 				f.Device, f.LateReads, f.Apart = &coretest.Device{Expose: g.expose, Hide: g.hide}, true, true
+				f.Opened = func() int { return int(g.Count("mapped") + g.Count("ipc")) }
 				coretest.ProcessSuite(t, f)
 				return
 			}

@@ -16,6 +16,7 @@ import (
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble"
 	"github.com/kvconn/kvconn/rig/testdouble/engine"
+	"github.com/kvconn/kvconn/rig/timed"
 )
 
 // doomedEnv tells a test binary to be a prefill agent over device memory that is allocated or mapped.
@@ -90,16 +91,26 @@ func (s endsSink) PeerDown(peer core.AgentID, err error) {
 
 // TestDeviceMemoryOfTheDead: a prefill engine's process is killed whose device memory D has open: by an IPC handle, or by handles that were exported. D closes all
 // of it and is asked for nothing meanwhile: at once where nothing moves, else as soon as its device has ended the copy, and not before. D's engine hears of the loss after that.
+// All of it is closed within three seconds, or within three seconds of the copy's end.
 // The next prefill engine's memory is opened and read. All bytes come by the device.
 func TestDeviceMemoryOfTheDead(t *testing.T) {
 	for kind, pieces := range map[string]uint64{"allocated": 1, "mapped": 2} {
 		for _, while := range []string{"idle", "copying"} {
-			t.Run(kind+", "+while, func(t *testing.T) { deviceMemoryOfTheDead(t, kind, pieces, while == "copying") })
+			t.Run(kind+", "+while, func(t *testing.T) {
+				timed.Within(t, freedSoon, "closing what a dead process had", func() time.Duration {
+					return deviceMemoryOfTheDead(t, kind, pieces, while == "copying")
+				})
+			})
 		}
 	}
 }
 
-func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying bool) {
+// freedSoon is how soon the memory of a dead engine is free.
+const freedSoon = 3 * time.Second
+
+// deviceMemoryOfTheDead returns how long D took to close what it had open, as far as D's device let it.
+func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying bool) (took time.Duration) {
+	t.Helper()
 	d := startGPU(t, "d", 1, Config{}, cuda.Options{StallTimeout: time.Hour}) // a device that is halted is not stuck
 	before, violations := d.opens(), d.Count("violations")
 	d.tr.sink = endsSink{d.sink, d, before}
@@ -149,6 +160,7 @@ func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying boo
 		comes(t, "a copy is under way", func() bool { return d.copying("cut") && d.Count("queued") > 0 })
 	}
 	p.kill()
+	free := time.Now()
 	if copying {
 		comes(t, "D knows that P is dead, and waits for the copy", func() bool {
 			r := &d.tr.receiver
@@ -160,9 +172,11 @@ func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying boo
 		if n := d.opens() - before; n != pieces {
 			t.Errorf("D has %d mappings of P's open while it copies, want %d", n, pieces)
 		}
+		free = time.Now()
 		d.Halt(false)
 	}
 	comes(t, "D has closed what it had of the dead process", func() bool { return d.opens() == before })
+	took = time.Since(free)
 	if copying {
 		if o := d.sink.Wait("received", "cut", 1); !errors.Is(o.Err, core.ErrConnectionLost) {
 			t.Errorf("the transfer that was cut: %v", o.Err)
@@ -172,5 +186,52 @@ func deviceMemoryOfTheDead(t *testing.T, kind string, pieces uint64, copying boo
 	loads(meet(), "next")
 	if n := d.Count("violations") - violations; n > 0 {
 		t.Errorf("%d violations", n)
+	}
+	return took
+}
+
+// TestDeviceMemoryOfTheClosed: a prefill agent's Close returns when D has closed what it had open of P's memory, and not before, also if D copies:
+// then P's engine may free it.
+func TestDeviceMemoryOfTheClosed(t *testing.T) {
+	for _, copying := range []bool{false, true} {
+		t.Run(fmt.Sprint("D copies: ", copying), func(t *testing.T) {
+			p, d := startGPU(t, "p", 0, Config{StopGrace: time.Minute}, cuda.Options{}), startGPU(t, "d", 1, Config{}, cuda.Options{StallTimeout: time.Hour})
+			before := d.opens()
+			p.meets(d)
+			p.goes("first", d, 1)
+			if d.opens() == before {
+				t.Fatal("D has nothing of P's open")
+			}
+			if copying {
+				d.Halt(true)
+				defer d.Halt(false)
+				p.loads("cut", d, 2)
+				comes(t, "a copy is under way", func() bool { return d.copying("cut") && d.Count("queued") > 0 })
+			}
+			closed := make(chan error, 1)
+			go func() {
+				err := p.tr.Close()
+				if n := d.opens() - before; n > 0 {
+					t.Errorf("P is closed, and D has %d mappings of its memory", n)
+				}
+				closed <- err
+			}()
+			if copying {
+				comes(t, "P's close has begun", func() bool {
+					p.tr.sender.mu.Lock()
+					defer p.tr.sender.mu.Unlock()
+					return p.tr.sender.closed
+				})
+				d.Halt(false)
+			}
+			select {
+			case err := <-closed:
+				if err != nil {
+					t.Error(err)
+				}
+			case <-time.After(time.Minute):
+				t.Fatal("P's Close has not returned")
+			}
+		})
 	}
 }

@@ -101,7 +101,7 @@ func (o *opened) copy(c *copier, b *batch) (done uint64, err error) {
 // toDevice copies the next bytes to blocks on a device.
 func (o *opened) toDevice(c *copier, device int, b *batch, from *cursor, n uint64) error {
 	c.from = from.cut(c.from[:0], n)
-	return o.t.await(o.t.places.devices[device].Transfer(b.in.id.Name(), cuda.FromPeer),
+	return o.t.await(o.t.places.devices[device].Transfer(nameOf(b.in), cuda.FromPeer),
 		cuda.Copy{Peer: o.peers[device], Runs: runsOf(c.from), To: runsOf(c.into)})
 }
 
@@ -114,12 +114,15 @@ func (o *opened) toHost(c *copier, b *batch, from *cursor, n uint64) (uint64, er
 	defer slot.Release()
 	n = min(n, uint64(len(slot.Bytes())))
 	c.into, c.from = some(c.into, n), from.cut(c.from[:0], n)
-	err = o.t.await(o.t.places.devices[0].Transfer(b.in.id.Name(), cuda.FromDevice), cuda.Copy{Peer: o.peers[0], Slot: slot, Runs: runsOf(c.from)})
+	err = o.t.await(o.t.places.devices[0].Transfer(nameOf(b.in), cuda.FromDevice), cuda.Copy{Peer: o.peers[0], Slot: slot, Runs: runsOf(c.from)})
 	if err == nil {
 		err = c.spread(slot.Bytes()[:n])
 	}
 	return n, err
 }
+
+// nameOf says in errors of copies what they are for.
+func nameOf(in *inbound) string { return "transfer " + strconv.Quote(in.id.Name()) }
 
 // slot waits for pinned memory of a device.
 func (t *Transport) slot(device int, to cuda.Direction, in *inbound) (*cuda.Slot, error) {
@@ -137,7 +140,7 @@ func (t *Transport) slot(device int, to cuda.Direction, in *inbound) (*cuda.Slot
 
 // await starts a copy and waits until its event has passed. The device bounds that. If the device does not end a copy to blocks, the
 // error wraps core.ErrMayLand. A device that has failed so says the same error for copies that it never had, and those that it has
-// read into pinned memory: only Fence knows.
+// read into pinned memory: only MayCopy tells them apart.
 func (t *Transport) await(tr *cuda.Transfer, one cuda.Copy) error {
 	ended := make(chan error, 1)
 	one.Done = func(err error) { ended <- err }
@@ -147,7 +150,7 @@ func (t *Transport) await(tr *cuda.Transfer, one cuda.Copy) error {
 	}
 	err := <-ended
 	toBlocks := one.Slot == nil || one.Peer == nil
-	if errors.Is(err, cuda.ErrStuck) && (fault.On("local-all-stuck") || toBlocks && tr.Fence() != nil && !fault.On("local-none-stuck")) {
+	if errors.Is(err, cuda.ErrStuck) && (fault.On("local-all-stuck") || toBlocks && tr.MayCopy() && !fault.On("local-none-stuck")) {
 		t.receiver.mayStill(one.To, one.Runs)
 		return fmt.Errorf("%w: %w", core.ErrMayLand, err)
 	}
@@ -229,7 +232,7 @@ func (c *copier) toDevice(device int, part *batch, position, n uint64) (uint64, 
 	}
 	c.into, _ = into.cut(c.into[:0], position, n, c.pairs) // c.read has overwritten it
 	// If c.into has room for fewer pieces than the n bytes have, the caller's cut was as short, and so was n.
-	return n, c.t.await(c.t.places.devices[device].Transfer(part.in.id.Name(), cuda.ToDevice), cuda.Copy{Slot: slot, Runs: runsOf(c.into)})
+	return n, c.t.await(c.t.places.devices[device].Transfer(nameOf(part.in), cuda.ToDevice), cuda.Copy{Slot: slot, Runs: runsOf(c.into)})
 }
 
 // slotOf makes a landing out of the first n bytes of a slot.

@@ -309,7 +309,9 @@ func (r *receiver) linkEnded(src *source, err error) {
 		}
 	}
 	r.mu.Unlock()
-	src.reaches.close() // first, since P waits for the socket's end: then nothing of its memory is open here
+	if !fault.On("local-keeps-dead") {
+		src.reaches.close() // first, since P waits for the socket's end: then nothing of its memory is open here
+	}
 	if src.link != nil {
 		src.link.close()
 	}

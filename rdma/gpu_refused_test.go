@@ -139,6 +139,7 @@ var gpuDefects = []struct{ name, test, says string }{
 	{"rdma-mr-offset", "TestGPUParts", "bytes were wrong"},
 	{"rdma-flush", "TestGPUFlush", "bytes were wrong when D was told"},
 	{"rdma-flush-revoked", "TestGPURevoke", "bytes appeared after the revoke"},
+	{"rdma-end-unchecked", "TestGPULookBeforeTheEnd", "the load ended with <nil>"},
 	{"rdma-unverified", "TestGPUTrial", "want \"1 of 1024 bytes"},
 	{"rdma-keeps-memory", "TestGPURenewed", ""},
 	{"rdma-old-keys", "TestForgetKeys", "with keys of before"},

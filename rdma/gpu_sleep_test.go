@@ -39,6 +39,55 @@ func (s *sleeper) renew() {
 	s.tr.Renew()
 }
 
+// TestGPULookBeforeTheEnd: a decode engine sleeps and wakes while a transfer waits for its second half, and nobody tells D's transport. The
+// bytes land in the memory of before, of which D's engine sees nothing. So D looks before it tells the end, and the end has the
+// region's name.
+func TestGPULookBeforeTheEnd(t *testing.T) {
+	e := needsGPU(t)
+	const bytes, says = 2 << 20, "region cache: its memory at"
+	b := newSignalBus()
+	p, d := newSleeper(t, e, b, "prefill", bytes), newSleeper(t, e, b, "decode", bytes)
+	d.connect(p.agent)
+	e.Fill(p.At, bytes, 7)
+	if err := move(p.gpuSide, d.gpuSide, "before"); err != nil {
+		t.Fatal(err)
+	}
+	blocks := p.blocks()
+	grant, err := d.tr.Expect("t", p.id, d.layout.Segments([][]kv.BlockID{blocks}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pairs, err := p.layout.Plan([][]kv.BlockID{blocks}, d.layout.Shapes(), [][]kv.BlockID{blocks})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all []kv.Pair // a block each, of which the first half is given
+	for i := range pairs {
+		for off := uint64(0); off < pairs[i].Length; off += gpuBlock {
+			all = append(all, kv.Pair{SrcRegion: pairs[i].SrcRegion, DstRegion: pairs[i].DstRegion, SrcOffset: pairs[i].SrcOffset + off,
+				DstOffset: pairs[i].DstOffset + off, Length: min(gpuBlock, pairs[i].Length-off)})
+		}
+	}
+	half := len(all) / 2
+	op := core.WriteOp{ID: "t", Peer: d.id, Grant: grant, Bytes: bytes, Pairs: all[:half]}
+	began := sent(t)
+	p.tr.Write(op)
+	soon(t, "packets are under way", func() bool { return sent(t)-began > 20 })
+	d.Sleep()
+	d.Wake()
+	e.Fill(d.At, bytes, 5)
+	op.Pairs, op.At = all[half:], []kv.Extent{{Position: uint64(half) * gpuBlock, Pairs: len(all) - half}}
+	p.tr.Extend(op)
+	if err := d.sink.Wait("received", "t", 1).Err; err == nil || !strings.Contains(err.Error(), says) {
+		t.Errorf("the load ended with %v, want %q", err, says)
+	}
+	p.sink.Wait("written", "t", 1)
+	e.Must("cuFlushGPUDirectRDMAWrites", 0, 100)
+	if n := e.Wrong(d.At, bytes, 5); n > 0 {
+		t.Errorf("%d bytes of the new memory are not the engine's", n)
+	}
+}
+
 // TestGPURenewed: a decode engine sleeps and wakes in the middle of a transfer. The transfer ends with the region's name, and no
 // byte of it comes into the new memory, however late. Nothing begins until the cards have registered the new memory. Then
 // lanes are tried anew, and transfers carry its bytes. The same again when both engines have slept.

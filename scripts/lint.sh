@@ -31,7 +31,7 @@ fi
 before=$(sha256sum wire/wire_gen.go)
 go generate ./wire
 [[ $before == "$(sha256sum wire/wire_gen.go)" ]] || { echo "wire/wire_gen.go was not up to date: commit it" >&2; exit 1; }
-"$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/test_notices.py scripts/test_check_docs.py scripts/test_check_faults.py scripts/test_debian_pin.py scripts/test_digest.py scripts/test_environment.py scripts/test_machines.py scripts/test_run_page.py
+"$venv/bin/python" -m pytest -q -p no:cacheprovider scripts/test_notices.py scripts/test_check_docs.py scripts/test_check_faults.py scripts/test_debian_pin.py scripts/test_digest.py scripts/test_e2e.py scripts/test_environment.py scripts/test_machines.py scripts/test_run_page.py
 pages
 scripts/verbs-abi.sh || { status=$?; ((status == 75)) || exit $status; } # 75: the headers cannot be had, and it says so
 scripts/outdated.sh

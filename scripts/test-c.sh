@@ -59,6 +59,14 @@ case_ "geometry test compiles" cc -std=gnu11 "${warn[@]}" capi/test/geometry.c "
 case_ "geometry" timeout 120 $out/geometry
 case_ "memory test compiles" cc -std=gnu11 "${warn[@]}" capi/test/memory.c "${link[@]}" -o $out/memory
 case_ "memory" timeout 120 $out/memory
+case_ "device memory test compiles" cc -std=gnu11 "${warn[@]}" capi/test/device.c "${link[@]}" -ldl -o $out/device
+double=0
+scripts/gpu-double.sh || double=$?
+if ((double == 75)); then
+  printf '%s\n' "############" "## an engine in C over device memory: NOT RUN, since there is no cuda.h" "############" >&2
+else
+  case_ "device memory that sleeps and wakes" timeout 120 env KVCONN_LIBCUDA="$PWD/build/gpu-double/libkvgpu-double.so" $out/device
+fi
 case_ "marks test compiles" cc -std=gnu11 "${warn[@]}" -I include capi/test/slots.c capi/slots.c -lpthread -o $out/slots
 case_ "marks" timeout 60 $out/slots
 case_ "panic test compiles" cc -std=gnu11 "${warn[@]}" capi/test/panic.c -I include -L $out -lkvconn -o $out/test_panic

@@ -6,6 +6,8 @@ import (
 	"os"
 	"syscall"
 	"time"
+
+	"github.com/kvconn/kvconn/internal/fault"
 )
 
 // stopGrace is how long a frame of a transfer that was given up may stay without progress.
@@ -111,7 +113,7 @@ func (w *frameWriter) stops() bool { return w.out != nil && w.out.over.Load() }
 
 // rest is how much longer a frame that has begun may take if its transfer is given up now, or was.
 func (w *frameWriter) rest() time.Duration {
-	if !w.stops() {
+	if !w.stops() || fault.On("tcp-stop-unbound") {
 		return stopBound
 	}
 	return stopBound - time.Since(w.out.ended)

@@ -22,7 +22,7 @@ func (d *Devices) Slot(ctx context.Context, device int, to tcp.Direction, peer c
 	if err != nil {
 		return nil, err
 	}
-	return &moving{s: s, t: d.list[device].Transfer("tcp", dir)}, nil
+	return &moving{s: s, t: d.list[device].Transfer("agent "+string(peer), dir)}, nil
 }
 
 // moving is a slot and the one copy that uses it.

@@ -13,26 +13,29 @@ from like import like
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.managers.utils import GenerationBatchResult
+from sleeper import Sleeper
 from test_device import Gpu
 
 
 class Buffer:
     """A tensor of a pool, in device memory: what SGLang and the backend look at."""
 
-    def __init__(self, gpu: Gpu, host: torch.Tensor) -> None:
+    def __init__(self, gpu: Gpu, host: torch.Tensor, sleeps: bool) -> None:
         self.device, self.nbytes, self._host = torch.device("cuda", 0), host.nbytes, host
-        address = c.c_uint64()
-        gpu.call("cuMemAlloc_v2", c.byref(address), c.c_size_t(host.nbytes))
+        self.sleeper = Sleeper(gpu, host.nbytes) if sleeps else None
+        address = c.c_uint64(self.sleeper.address if self.sleeper else 0)
+        if not self.sleeper:
+            gpu.call("cuMemAlloc_v2", c.byref(address), c.c_size_t(host.nbytes))
         self.address = address.value
 
     def data_ptr(self) -> int:
         return self.address
 
 
-def on_gpu(gpu: Gpu, pool: Any) -> Any:
-    """SGLang's pool, with its buffers in device memory."""
+def on_gpu(gpu: Gpu, pool: Any, sleeps: bool = False) -> Any:
+    """SGLang's pool, with its buffers in device memory. If it sleeps, the buffers lie where SGLang's memory saver would have them."""
     for buffers in (pool.k_buffer, pool.v_buffer):
-        buffers[:] = [Buffer(gpu, host) for host in buffers]
+        buffers[:] = [Buffer(gpu, host, sleeps) for host in buffers]
     return pool
 
 

@@ -46,20 +46,28 @@ def gpu() -> Gpu:
 class Pair:
     """A prefill and a decode rank of SGLang, whose caches are on a GPU."""
 
-    def __init__(self, gpu: Gpu, port: int, ranks: list[Any], current: list[Stream]) -> None:
+    def __init__(self, gpu: Gpu, port: int, ranks: list[Any], current: list[Stream], sleeps: bool) -> None:
         self.gpu, self.address, self._current = gpu, f"127.0.0.1:{port}", current
         self.forward_p, self.forward_d, self.scheduling_p, self.scheduling_d = (Stream(gpu) for _ in range(4))
         current[:] = [self.scheduling_p]
         self.scheduler = Scheduler(self.forward_p)
         more = {"disaggregation_bootstrap_port": port, "scheduler": self.scheduler}
-        self.p = start("prefill", lambda: on_gpu(gpu, mha(0, 2)), **more)
+        self.p = start("prefill", lambda: on_gpu(gpu, mha(0, 2), sleeps), **more)
         ranks.append(self.p)
-        self.d = start("decode", lambda: on_gpu(gpu, mha(0, 2)), scheduler=like(sglang.SGLANG_SCHEDULER, forward_stream=self.forward_d))
+        self.d = start(
+            "decode", lambda: on_gpu(gpu, mha(0, 2), sleeps), scheduler=like(sglang.SGLANG_SCHEDULER, forward_stream=self.forward_d)
+        )
         ranks.append(self.d)
         self.scheduler.ready(self.p, PAGE, list(range(4 * PAGE, 12 * PAGE)))  # pages 4 to 11
 
     def pages(self, rank: Any, first: int, count: int) -> list[int]:
         return [buffer.address + page * SIZE for buffer in rank.pool.k_buffer + rank.pool.v_buffer for page in range(first, first + count)]
+
+    def sleep_and_wake(self, rank: Any) -> None:
+        """SGLang has no request: its memory saver gives the memory back, and takes other memory at the same addresses."""
+        for buffer in rank.pool.k_buffer + rank.pool.v_buffer:
+            buffer.sleeper.sleep()
+            buffer.sleeper.wake()
 
     def begin(self, room: int) -> tuple[Any, Any]:
         """A request up to where decode has pages for it."""
@@ -96,7 +104,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """The test's parameter says whether the engines can sleep."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -107,7 +116,7 @@ def pair(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         "KVCONN_SGLANG_CONFIG", '{"tcp_listen_host": "127.0.0.1", "device_ring_bytes": 4194304, "device_slot_bytes": 131072}'
     )
     with engine(port) as ranks:
-        yield Pair(gpu, port, ranks, current)
+        yield Pair(gpu, port, ranks, current, getattr(request, "param", False))
 
 
 def test_regions_are_where_the_pool_is(pair: Pair) -> None:
@@ -238,6 +247,25 @@ def test_moment_that_cannot_be_taken_fails_its_request(pair: Pair) -> None:
 
 def _no_moment(*_: Any) -> int:
     raise kvconn.KvconnError("the stream is gone")
+
+
+@pytest.mark.parametrize("pair", [True], indirect=True)
+def test_engines_that_slept_go_on(pair: Pair) -> None:
+    """Nobody tells their managers of it. Each request after a sleep has the bytes of the new memory."""
+    for room, pattern in enumerate((71, 72, 73), start=11):
+        sender, receiver = pair.begin(room)
+        pair.take(receiver, 5, 1)
+        assert until(sender, FAILED, WAITING) == WAITING
+        sender.init(1, 0)
+        asked = request(sender, PAGE)
+        one = pair.run(
+            lambda number=pattern: pair.forward_p.write(pair.pages(pair.p, 4, 1), SIZE, number),
+            lambda whose=asked: pair.scheduler.send_kv_chunk(whose, last_chunk=True),
+        )
+        pair.scheduler.process_batch_result_disagg_prefill(*one)
+        pair.arrived(sender, receiver, {5: pattern})
+        pair.sleep_and_wake(pair.p)
+        pair.sleep_and_wake(pair.d)
 
 
 def test_indices_on_a_gpu(pair: Pair) -> None:

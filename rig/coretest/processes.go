@@ -138,9 +138,28 @@ func senderStoppedClose(t *testing.T, f Fixture) {
 		})
 }
 
+// senderKilled: the loss of a sender is told once, when no byte of it lands any more, and nothing of its memory is mapped.
 func senderKilled(t *testing.T, f Fixture) {
-	inMidstOf(t, f, openRemote, open,
-		func(p, d *endpoint) { p.kill() },
+	before := 0
+	inMidstOf(t, f, openRemote, func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
+		d := open(t, f, id, specs)
+		if f.Opened == nil {
+			return d
+		}
+		before = f.Opened()
+		d.sink.looks = func(o Outcome) {
+			if n := f.Opened() - before; o.Err != nil && n != 0 {
+				t.Errorf("%d mappings of a killed sender's memory are there when %+v is told", n, o)
+			}
+		}
+		return d
+	},
+		func(p, d *endpoint) {
+			if f.Opened != nil && f.Opened() == before {
+				d.t.Error("nothing of the sender's memory is mapped: Fixture.Opened shows nothing")
+			}
+			p.kill()
+		},
 		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := d.sink.Wait("received", "t", 1)
 			if o.Err != nil && !errors.Is(o.Err, core.ErrConnectionLost) {

@@ -32,6 +32,7 @@ type Recorder struct {
 	list    []Outcome
 	changed chan struct{} // closed and made anew at each outcome
 	shut    bool
+	looks   func(Outcome) // if set, is called with each outcome before anybody hears of it
 }
 
 var _ core.Sink = (*Recorder)(nil)
@@ -42,6 +43,9 @@ func NewRecorder(t testing.TB, name string) *Recorder {
 }
 
 func (r *Recorder) add(o Outcome) {
+	if r.looks != nil {
+		r.looks(o)
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.shut {

@@ -44,6 +44,10 @@ type Fixture struct {
 	// DeviceOf, if set, is used in place of both.
 	DeviceOf func(id core.AgentID) *Device
 
+	// Opened, if set, counts what this process has mapped of other processes' memory. Of a sender that was killed none of
+	// it may be left when its loss is told.
+	Opened func() int
+
 	board *board // of one case
 }
 

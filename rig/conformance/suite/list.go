@@ -17,16 +17,16 @@ var onTheDouble = []doubleOnly{
 	{"internal/devices/sleep_test.go", "a count of what is still queued, and a look at memory that waits for none of it", []string{"TestFreed", "TestRemapped", "TestNewMemoryWaits"}},
 	{"internal/devices/defects_test.go", "defects of kvconn, each found because the double is late", []string{"TestDefects"}},
 	{"cuda/race_test.go", "streams that are held and late as a seed says", []string{
-		"TestReadsAfterMoment", "TestWritesAfterMoment", "TestDoneAfterEvent", "TestFenceWaits", "TestSlotAfterCopy"}},
+		"TestReadsAfterMoment", "TestWritesAfterMoment", "TestDoneAfterEvent", "TestSlotAfterCopy"}},
 	{"cuda/failure_test.go", "calls and operations that fail as they are told", []string{
-		"TestFenceTakesBack", "TestFenceInDone", "TestFenceBound", "TestLostEvent", "TestLostEventOfAPeer", "TestStuckAfterAFailure", "TestPauseIsNoStall",
+		"TestStuck", "TestLostEvent", "TestLostEventOfAPeer", "TestStuckAfterAFailure", "TestPauseIsNoStall",
 		"TestSticky", "TestLateFailure", "TestFailedCopy"}},
 	{"cuda/closing_test.go", "streams and operations that are held until the test lets them go", []string{
-		"TestClosingBounds", "TestCloseBesideACall", "TestCloseEndsFences", "TestBegunAfterClose", "TestCloseWhileCopying", "TestCloseBound", "TestCloseWhenNothingIsTakenBack",
+		"TestClosingBounds", "TestCloseBesideACall", "TestCloseEndsCopies", "TestBegunAfterClose", "TestCloseWhileCopying", "TestCloseBound", "TestCloseWhenNothingIsTakenBack",
 		"TestCloseBesideAMoment", "TestFlushOfAStuckDevice"}},
 	{"rdma/gpu_moving_test.go", "writes of a card that are seen late", []string{"TestGPUParts", "TestGPUFlush", "TestGPURevoke"}},
 	{"rdma/gpu_mapped_test.go", "a look at memory from the card's side too", []string{"TestGPUMapped"}},
-	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPURenewed", "TestGPURenewedAtP"}},
+	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPULookBeforeTheEnd", "TestGPURenewed", "TestGPURenewedAtP"}},
 	{"rdma/gpu_agents_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPUSleep", "TestGPUSleepForced"}},
 	{"rdma/gpu_process_test.go", "memory that the suite sees although the process that has it was stopped or killed", []string{"TestGPUProcesses"}},
 	{"rdma/gpu_refused_test.go", "cards and drivers that refuse as they are told, and bytes that come wrong", []string{
