@@ -12,9 +12,11 @@
 // MomentFailed too.
 //
 // The tables of claims, farewells and loads are functions: the state, the event and the guard decide the next state and all actions.
-// [Guard] names the cases, "-" where there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which
-// the row goes. What has no row changes nothing and wants nothing. Among the actions, Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any
-// more and, if it is a load, is to end when its fence has returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found.
+// [Guard] names the cases, "-" where there is but one. A row may have several states and events; "any" is each state but "-", and "="
+// the state from which the row goes. What has no row changes nothing and wants nothing. Among the actions, Ended and Lost are what the
+// half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when its fence has
+// returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found. Await,
+// SendRenew, SendProbe, Yield and answers are of no row.
 //
 // In the table of offers an action with "?" happens in some of the cases only: the parts of a fan-out have one Report
 // together, and a peer that is gone, or that has said the end itself, is told nothing. Abandon is not in it: it ends an offer
