@@ -152,6 +152,9 @@ func (t *peerTable) put(p *peer) (gone []core.AgentID, err error) {
 		if p.rank == "" {
 			p.rank, p.joined = old.rank, old.joined
 		}
+		if p.account == "" {
+			p.account = old.account
+		}
 		if old.works.Load() {
 			p.works.Store(true)
 		}
