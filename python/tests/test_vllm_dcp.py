@@ -138,9 +138,8 @@ def test_shares_are_those_of_vllm() -> None:
 
 _OF_GROUPS = """
 import json, os, sys
-from types import SimpleNamespace
 from vllm.distributed import parallel_state
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 import torch
 from kvconn.vllm.params import rank_of
@@ -148,7 +147,8 @@ from kvconn.vllm.shards import shard_of
 
 where, tp, pp, dcp = sys.argv[1], *map(int, sys.argv[2:])
 caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16))])
-parallel = SimpleNamespace(decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=4)
+sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "decode_context_parallel_size": dcp}
+parallel = ParallelConfig(**sizes, cp_kv_cache_interleave_size=4)
 children = []
 for number in range(tp * pp):
     if child := os.fork():
