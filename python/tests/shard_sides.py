@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import like as vllm
 import torch
 import triton.language
+from like import like
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
@@ -105,7 +106,7 @@ class Side:
         parallel = {"tensor_parallel_size": tp, "decode_context_parallel_size": dcp, "cp_kv_cache_interleave_size": interleave}
         self.engine = Engine(model, role, layers=layers_of(kv_heads), blocks=BLOCKS, parallel=parallel, **more)
         self.name = {"kv_producer": "prefill", "kv_consumer": "decode"}[role]
-        layer = SimpleNamespace(get_attn_backend=lambda: FlashAttentionBackend)
+        layer = like(vllm.LAYER, get_attn_backend=lambda: FlashAttentionBackend)
         self.layers = {name: place for name, place, _ in layer_specs(self.engine.caches)}
         self.engine.config.compilation_config.static_forward_context = dict.fromkeys(self.layers, layer)
         self.ranks: list[OfRank] = []

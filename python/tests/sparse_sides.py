@@ -6,10 +6,11 @@ agent. Only the model and HiSparse's copies are played.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import like as vllm
 import torch
+from like import like
 from vllm.config import HiSparseConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import HiSparseConnectorMetadata, HiSparseConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
@@ -49,7 +50,7 @@ class Side:
     def __init__(self, model: Path, role: str, *, hisparse: bool = False, **more: Any) -> None:
         self.hisparse = hisparse
         self.layers = sparse_layers()
-        self.backends = {name: SimpleNamespace(get_attn_backend=lambda: FlashAttentionBackend) for name in self.layers}
+        self.backends = {name: like(vllm.LAYER, get_attn_backend=lambda: FlashAttentionBackend) for name in self.layers}
         extra: dict[str, Any] = {"beside": [], "prepare": self._with_hisparse} if hisparse else {}
         self.engine = Engine(model, role, layers=self.layers, blocks=BLOCKS, **extra, **more)
         config, caches = self.engine.config, self.engine.caches
@@ -58,7 +59,8 @@ class Side:
         self.number = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         sizes = [group.kv_cache_spec.block_size for group in groups]
         if hisparse:
-            pool = SimpleNamespace(allocate=lambda size: torch.zeros(size, dtype=torch.int8))  # vLLM's own pins it, which needs a GPU
+            # vLLM's own pins the memory, which needs a GPU.
+            pool = like("vllm.v1.hisparse.runtime:HiSparseHostPool", allocate=lambda size: torch.zeros(size, dtype=torch.int8))
             self.tensors = allocate_hisparse_kv_caches(caches, torch.device("cpu"), KVCacheLayout.BLHNC, sizes, pool)
             self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.endswith(HISPARSE_HOT_SUFFIX)}
         else:

@@ -138,7 +138,8 @@ def test_shares_are_those_of_vllm() -> None:
 
 _OF_GROUPS = """
 import json, os, sys
-from types import SimpleNamespace
+sys.path.insert(0, sys.argv[1])
+from like import like
 from vllm.distributed import parallel_state
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
@@ -146,9 +147,9 @@ import torch
 from kvconn.vllm.params import rank_of
 from kvconn.vllm.shards import shard_of
 
-where, tp, pp, dcp = sys.argv[1], *map(int, sys.argv[2:])
+where, tp, pp, dcp = sys.argv[2], *map(int, sys.argv[3:])
 caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16))])
-parallel = SimpleNamespace(decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=4)
+parallel = like("vllm.config:ParallelConfig", decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=4)
 children = []
 for number in range(tp * pp):
     if child := os.fork():
@@ -169,7 +170,8 @@ sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 
 def test_shares_follow_vllms_groups(tmp_path: Path) -> None:
     """And the numbers that agents know ranks by: those of a share come one after the other, in the order of their heads."""
-    asked = subprocess.run([sys.executable, "-c", _OF_GROUPS, str(tmp_path), "4", "2", "2"], capture_output=True, text=True, timeout=300)
+    args = [str(Path(__file__).parent), str(tmp_path), "4", "2", "2"]
+    asked = subprocess.run([sys.executable, "-c", _OF_GROUPS, *args], capture_output=True, text=True, timeout=300)
     assert asked.returncode == 0, asked.stderr
     said = [json.loads((tmp_path / str(number)).read_text()) for number in range(8)]
     assert said == [[tp % 2, tp, pp, tp % 2 * 2 + tp // 2, 4, 16] for pp in range(2) for tp in range(4)]
