@@ -345,7 +345,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 	}
 	out.ask = false
 	h := header{kind: frameData, key: out.grant}
-	st.vec, h.position, h.length = out.cut(append(st.vec[:0], iovec{}), s.frameBytes(out))
+	st.vec, h.position, h.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
 	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
 	st.frame(&h)
 	out.frames++

@@ -28,23 +28,6 @@ const (
 	slowPart = 64 << 10
 )
 
-// deviceFrame is the most bytes of a frame if memory lies on devices. At a frame's end the pipeline of copies is empty: P begins the next
-// frame's copies when this one is written whole, and D waits for the copies of each frame. So frames are long where nobody minds.
-const deviceFrame = 16 << 20
-
-// frameBytes is the most bytes of a transfer's next frame. No other transfer waits longer for a long frame, and the last frames are
-// short, so that all streams that are used end together; sender.mu is held.
-func (s *sender) frameBytes(out *outbound) uint64 {
-	most, p := s.t.cfg.FrameBytes, out.peer
-	if s.t.devices.mover == nil || len(p.queue) > 0 || fault.On("tcp-frame-dry") {
-		return most
-	}
-	if streams := uint64(max(1, min(p.tuner.use, p.open))); streams > 1 {
-		return max(most, min(deviceFrame, out.left/(2*streams-1)))
-	}
-	return max(most, deviceFrame)
-}
-
 // source is where the bytes of a frame come from. A stream's goroutine takes the frame apart.
 // Parts in device memory are copied into slots, ahead of the part that is written.
 type source struct {

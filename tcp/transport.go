@@ -30,7 +30,7 @@ type Config struct {
 	AdvertiseHost      string
 	Streams            int           // most connections to a peer; P uses only as many as pay; DefaultStreams, at most 64
 	First              int           // connections of a peer that are opened and used at once; FirstStreams
-	FrameBytes         uint64        // most bytes of a frame, but see deviceFrame; 2 MiB
+	FrameBytes         uint64        // most bytes of a frame; 2 MiB
 	StallTimeout       time.Duration // no progress for so long ends a stream; core.DefaultStallTimeout
 	DialTimeout        time.Duration // core.DefaultConnectTimeout
 	MaxStreams         int           // accepted at a time; 4096, and a quarter of the process's descriptors
