@@ -220,9 +220,12 @@ class Pair:
         self.warm(self.prefill)
 
     def loaded(self, position: int) -> list[dict[str, Any]]:
-        """loads, of which each must have gone by this pair's transport."""
-        loads = self.loads(position)
-        assert all(load["transport"] == self.transport for load in loads), (self.transport, loads)
+        """loads, of which each must have gone by this pair's transport, from the moment on when the engines have met over it.
+        On a busy machine the first few may have gone by another: a load waits two seconds for a meeting."""
+        loads, ways = self.loads(position), [load["transport"] for load in self.loads()]
+        met = ways.index(self.transport) if self.transport in ways else len(ways)
+        others = [load for load in loads if load["transport"] != self.transport]
+        assert met <= 16 and len(others) <= met, (self.transport, others, self.decode.log_tail())
         return loads
 
     def loads(self, position: int = 0) -> list[dict[str, Any]]:

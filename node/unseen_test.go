@@ -166,6 +166,9 @@ func holdSockets(t *testing.T, pid int) {
 		if err == unix.EBADF { // it was closed meanwhile
 			continue
 		}
+		if err == unix.EPERM || err == unix.ENOSYS {
+			t.Skipf("NOT RUN: another process's files cannot be held here: %v", err)
+		}
 		if err != nil {
 			t.Fatal(err)
 		}

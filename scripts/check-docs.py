@@ -4,8 +4,8 @@
     scripts/check-docs.py [--copy DIR]
 
 A link must lead to a file and an anchor that are there. A path, a make target, a name of the C interface or of a metric, and "`name` in
-`file`" must be there as well. No word stands twice in ARCHITECTURE.md's glossary. With --copy the pages, and the files that they link to, are
-copied to DIR as they lie in the repository, for mkdocs.
+`file`" must be there as well. No word stands twice in ARCHITECTURE.md's glossary. With --copy the pages, and the files that they link to,
+are copied to DIR as they lie in the repository, for mkdocs.
 """
 
 from __future__ import annotations

@@ -295,9 +295,12 @@ def agent_config(vllm_config: Any, kv_cache_config: Any, rank: Rank, name: str =
     extra = understood(name, transfer.kv_connector_extra_config or {}, config["role"]).settings
     config.update(model_keys(vllm_config, extra))
     config.update(asdict(shard.arranged(rank)))
-    if facts := {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size), **shard.facts()}:
-        config["must_match"] = facts
+    facts = {**must_match(vllm_config, extra), **states.facts(vllm_config, kv_cache_config, rank.tp_size), **shard.facts()}
     config.update({key: value for key, value in extra.items() if key not in _OWN_KEYS})
+    # What vLLM knows of the caches cannot be said otherwise: two engines would take each other's for their own.
+    told = config.get("must_match", {})
+    if facts and isinstance(told, Mapping):  # else the agent refuses it
+        config["must_match"] = {**told, **facts}
     ours = "bootstrap_port" in (transfer.kv_connector_extra_config or {}) or os.environ.get(PORT)
     apart = getattr(vllm_config.parallel_config, "data_parallel_external_lb", False)
     if name in NIXL and apart and not ours and "bootstrap_port" in config:

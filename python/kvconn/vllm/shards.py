@@ -33,7 +33,7 @@ class Shard:
     @property
     def name(self) -> str:
         """What regions of such a share have in their names."""
-        return f"dcp {self.rank}/{self.size}" if self.size > 1 else ""
+        return f"dcp {self.rank}/{self.size} by {self.interleave}" if self.size > 1 else ""
 
     def facts(self) -> dict[str, str]:
         """What two engines must have in common."""
@@ -60,6 +60,8 @@ class Shard:
 
         Agents find by the numbers which ranks have heads in common. In this order ranks of unequal shares have none.
         """
+        if not any(self.blocks):
+            return rank
         return replace(rank, tp_rank=self.rank * (rank.tp_size // self.size) + rank.tp_rank // self.size)
 
 
