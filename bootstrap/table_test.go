@@ -74,20 +74,20 @@ func TestFullTable(t *testing.T) {
 	}
 }
 
-// crowded is a table in which ranks register one after the other, each in a place of its own.
-type crowded struct {
+// fullTable is a table in which ranks register one after the other, each in a place of its own.
+type fullTable struct {
 	Table
 	t  *testing.T
 	tp int
 }
 
-func (c *crowded) add(from *netip.Prefix) error {
+func (c *fullTable) add(from *netip.Prefix) error {
 	c.tp++
 	return c.register(Registration{"e", 0, c.tp, 0, "a"}, from)
 }
 
 // fill has an address register so many ranks.
-func (c *crowded) fill(from netip.Prefix, n int) {
+func (c *fullTable) fill(from netip.Prefix, n int) {
 	c.t.Helper()
 	for range n {
 		if err := c.add(&from); err != nil {
@@ -97,7 +97,7 @@ func (c *crowded) fill(from netip.Prefix, n int) {
 }
 
 // has says that these ranks are there, and no others.
-func (c *crowded) has(tps ...int) {
+func (c *fullTable) has(tps ...int) {
 	c.t.Helper()
 	for _, tp := range tps {
 		if c.Query()[0].WorkerAddr[tp][0] == "" {
@@ -113,7 +113,7 @@ func (c *crowded) has(tps ...int) {
 // that came last make room. For one that a lease ends any of them does, and none that a lease ends.
 func TestRanksOfAnother(t *testing.T) {
 	leaktest.Check(t)
-	c, full := crowded{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
+	c, full := fullTable{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
 	if err := c.add(nil); err != nil { // 1
 		t.Fatal(err)
 	}
@@ -148,7 +148,7 @@ func TestRanksOfAnother(t *testing.T) {
 
 // TestFewRanksStay: however many addresses come, none pushes out ranks of an address that has a quarter of the table or less.
 func TestFewRanksStay(t *testing.T) {
-	c, full := crowded{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
+	c, full := fullTable{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
 	var all []int
 	for i := range byte(4) {
 		c.fill(netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, i}), 32), 2)
@@ -165,7 +165,7 @@ func TestFewRanksStay(t *testing.T) {
 
 // TestToldAndJoined: a rank that came by POST /register and then joins gives way no more: a lease ends it.
 func TestToldAndJoined(t *testing.T) {
-	c := crowded{Table: Table{limit: 8}, t: t}
+	c := fullTable{Table: Table{limit: 8}, t: t}
 	c.fill(home, 8)
 	if err := c.Register(Registration{"e", 0, 8, 0, "a"}); err != nil {
 		t.Fatal(err)
