@@ -7,7 +7,7 @@
 // "-" stands for no half: before its begin and after its end. A row is mostly one call of
 // claimTo, loadTo or offerTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or
 // one of five that an event may bring about: Divided (what was found to have several ranks goes on as one half for
-// each), FanOut (a D names the first part of a transfer), Lost (the engine has been told of a lost claim), PartFails (another
+// each), FanOut (a D names the first part of a transfer), Lost (the engine is told of a lost claim), PartFails (a
 // part of the same fan-in has failed), PeerGone (a P agent does not answer any more). A moment that has not passed in time is a
 // MomentFailed too.
 //
@@ -15,8 +15,9 @@
 // [Guard] names the cases, "-" where there is but one. A row may have several states and events; "any" is each state but "-", and "="
 // the state from which the row goes. What has no row changes nothing and wants nothing. Among the actions, Ended and Lost are what the
 // half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when its fence has
-// returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found. Await,
-// SendRenew, SendProbe, Yield and answers are of no row.
+// returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found. After
+// ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, answers, and the Forget of PeerGone are
+// of no row.
 //
 // In the table of offers an action with "?" happens in some of the cases only: the parts of a fan-out have one Report
 // together, and a peer that is gone, or that has said the end itself, is told nothing. Abandon is not in it: it ends an offer

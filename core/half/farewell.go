@@ -12,8 +12,7 @@ const (
 
 func (s farewellState) String() string { return [...]string{"-", "kept"}[s] }
 
-// farewell keeps an end that P must still be told: the engine has cancelled the claim or
-// load while D was looking P's agent up. It is kept until P is found. A new claim or load
+// farewell keeps an end that P must still be told: the claim or load has ended while D was looking P's agent up. It is kept until P is found. A new claim or load
 // of the id voids it, since P then hears of the id by the new one.
 func (h *Set) farewell(a asked, end Ending) {
 	a.end = end

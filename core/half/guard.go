@@ -9,8 +9,8 @@ const (
 	whenNotFound                 // no agent is found
 	whenRefused                  // the look-up says that no agent will do
 	whenReplaced                 // the agent that is found cannot know the request
-	whenResolving                // the half that is divided was resolving
-	whenRelocating               // the half that is divided was relocating
+	whenResolving                // the half, or the claim that the load continues, was resolving
+	whenRelocating               // the half, or the claim that the load continues, was relocating
 	whenKept                     // P says that it keeps the transfer
 	whenOver                     // P says that the transfer has ended
 	whenFailed                   // P says that its half has failed
