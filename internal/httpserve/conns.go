@@ -1,6 +1,7 @@
 package httpserve
 
 import (
+	"container/list"
 	"context"
 	"net"
 	"net/http"
@@ -27,9 +28,11 @@ const (
 type conn struct {
 	http.ConnState
 	c    net.Conn
-	from netip.Prefix // the address that it counts under
-	list *places      // waiting, busy, or nil
-	head int          // bytes of a header that has not come whole
+	from netip.Prefix  // the address that it counts under
+	list *places       // waiting, awaiting, busy, or nil
+	turn *list.Element // among all that wait
+	then time.Time     // since when it waits
+	head int           // bytes of a header that has not come whole
 }
 
 // places are connections by their addresses.
@@ -44,13 +47,13 @@ type connOf struct {
 }
 
 // Awaiting says that a request waits for its client until done is called. Meanwhile its connection may give way to a new
-// one, as one that is idle.
+// one, if no connection is idle.
 func Awaiting(ctx context.Context) (done func()) {
 	of, ok := ctx.Value(connKey{}).(connOf)
 	if !ok {
 		return func() {}
 	}
-	of.move(&of.s.waiting)
+	of.move(&of.s.awaiting)
 	return func() { of.move(&of.s.busy) }
 }
 
@@ -69,7 +72,7 @@ func (of connOf) move(l *places) {
 	of.s.mu.Lock()
 	defer of.s.mu.Unlock()
 	if k := of.s.conns[of.c]; k != nil && k.ConnState == http.StateActive {
-		k.move(l)
+		of.s.move(k, l)
 	}
 }
 
@@ -115,7 +118,7 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	if state == http.StateActive {
 		s.endHead(k) // answering moves it; a header that is refused is active too, and half a second long
 	} else {
-		k.move(&s.waiting)
+		s.move(k, &s.waiting)
 	}
 	if h != nil {
 		h.until.Store(nil)
@@ -123,13 +126,29 @@ func (s *Server) track(c net.Conn, state http.ConnState) {
 	}
 }
 
-// evict makes room for a connection: unknown clients that hold all places must not keep others out. Of the connections that wait for their
-// clients it ends the one that has waited for the longest, of the address of which most wait: no client that works with many at a time gives one
-// that works for one that says nothing. If none waits, and requests are brief, it ends the one that has been busy for the longest, of the
-// address of which most are busy. mu is held.
+// evict makes room for a connection: unknown clients that hold all places must not keep others out. It ends the first that there is of these:
+//   - if requests are brief, and one address has more than half of all places busy, the one of these that has been busy for the longest;
+//   - of those without a request, the one that has waited for the longest, if for s.stale;
+//   - of the address with the most without a request, the one of them that has waited for the longest;
+//   - of the address with the most whose requests wait for their clients, the one of them that has waited for the longest;
+//   - if requests are brief, of the address with the most that are busy, the one that has been busy for the longest.
+//
+// So no client that works with many at a time loses one that works to one that says nothing. mu is held.
 func (s *Server) evict() bool {
-	k, ok := s.waiting.Oldest()
-	if (!ok || fault.On("http-work-gives-way") && s.busy.Most() > s.waiting.Most()) && s.opt.Brief {
+	k, ok := (*conn)(nil), false
+	if s.opt.Brief && (s.busy.Most() > int64(s.opt.MaxConns)/2 || fault.On("http-work-gives-way") && s.busy.Most() > s.waiting.Most()) {
+		k, ok = s.busy.Oldest()
+	}
+	if first := s.turns.Front(); !ok && first != nil && time.Since(first.Value.(*conn).then) >= s.stale {
+		k, ok = first.Value.(*conn), true
+	}
+	if !ok {
+		k, ok = s.waiting.Oldest()
+	}
+	if !ok {
+		k, ok = s.awaiting.Oldest()
+	}
+	if !ok && s.opt.Brief {
 		k, ok = s.busy.Oldest()
 	}
 	if ok {
@@ -149,16 +168,23 @@ func (s *Server) drop(k *conn) {
 // leave takes a connection out of all lists. mu is held.
 func (s *Server) leave(k *conn) {
 	s.endHead(k)
-	k.move(nil)
+	s.move(k, nil)
 }
 
 // move puts a connection behind all others of a list. mu is held.
-func (k *conn) move(to *places) {
+func (s *Server) move(k *conn, to *places) {
 	if k.list != nil {
 		k.list.Remove(k)
 	}
+	if k.turn != nil {
+		s.turns.Remove(k.turn)
+		k.turn = nil
+	}
 	if k.list = to; to != nil {
 		to.Put(k.from, k, 1)
+	}
+	if to == &s.waiting {
+		k.turn, k.then = s.turns.PushBack(k), time.Now()
 	}
 }
 

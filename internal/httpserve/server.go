@@ -3,6 +3,7 @@
 package httpserve
 
 import (
+	"container/list"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -78,10 +79,13 @@ type Server struct {
 	empty    chan struct{} // made by a waiting Close, closed with the last conn
 
 	// Connections in the order in which they came there.
-	waiting   places // for their client
-	busy      places // with a request that is not
-	longHeads places // for the rest of a long header; these wait too
-	longBytes int    // of those headers
+	waiting   places        // for a request
+	turns     *list.List    // of waiting, without regard to addresses
+	stale     time.Duration // who has waited so long for a request gives way first
+	awaiting  places        // with a request that waits for its client
+	busy      places        // with a request that does not
+	longHeads places        // for the rest of a long header; these wait too
+	longBytes int           // of those headers
 }
 
 // New returns a server for h, not yet listening.
@@ -90,7 +94,7 @@ func New(h http.Handler, opt Options) *Server {
 		opt.Logger = zap.NewNop()
 	}
 	base, cancel := context.WithCancel(context.Background())
-	s := &Server{opt: opt, cancel: cancel, conns: map[net.Conn]*conn{}, left: make(chan struct{}, 1)}
+	s := &Server{opt: opt, cancel: cancel, conns: map[net.Conn]*conn{}, left: make(chan struct{}, 1), turns: list.New(), stale: 30 * time.Second}
 	s.http = &http.Server{
 		Handler:           s.answering(h),
 		ReadHeaderTimeout: opt.ReadHeaderTimeout,

@@ -95,13 +95,17 @@ func TestRequestsOfOneAddress(t *testing.T) {
 				under = append(under, sayFrom(t, s, "127.0.0.1", slowly))
 				<-at
 			}
-			for range 8 {
+			first, more := 8, 4
+			if brief { // half of all places; with more its own give way
+				first, more = 4, 2
+			}
+			for range first {
 				work()
 			}
 			for i := range 20 {
 				sayFrom(t, s, fmt.Sprint("127.0.1.", 1+i), "")
 			}
-			for range 4 { // the strangers' that wait are as many
+			for range more { // the strangers' that wait are as many, or more
 				work()
 			}
 			close(release)
@@ -167,4 +171,75 @@ func TestLongHeadsByAddress(t *testing.T) {
 	if answer, err := io.ReadAll(honest); err != nil || !strings.HasSuffix(string(answer), "hello") {
 		t.Errorf("another address's: %q, %v", answer, err)
 	}
+}
+
+// TestUploadsOfOneAddress: an address whose requests wait for their bodies loses none while there are connections without a request, of
+// addresses that each have few.
+func TestUploadsOfOneAddress(t *testing.T) {
+	for _, stale := range []time.Duration{time.Nanosecond, time.Hour} {
+		t.Run(fmt.Sprint("stale ", stale), func(t *testing.T) {
+			leaktest.Check(t)
+			at := make(chan struct{}, 100)
+			s := serve(t, func(w http.ResponseWriter, r *http.Request) {
+				done := Awaiting(r.Context())
+				at <- struct{}{}
+				_, _ = io.Copy(io.Discard, r.Body)
+				done()
+				_, _ = io.WriteString(w, "hello")
+			}, Options{MaxConns: 12})
+			s.mu.Lock()
+			s.stale = stale
+			s.mu.Unlock()
+			var uploads []net.Conn
+			for range 6 {
+				uploads = append(uploads, sayFrom(t, s, "127.0.0.1", "POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 2\r\n\r\n1"))
+				<-at
+			}
+			for i := range 30 {
+				sayFrom(t, s, fmt.Sprint("127.0.1.", 1+i), "")
+			}
+			for i, c := range uploads {
+				_, _ = io.WriteString(c, "2")
+				answers(t, fmt.Sprint("upload ", i), c, "")
+			}
+		})
+	}
+}
+
+// TestStaleFirst: who has waited long for a request gives way before a newer one of an address that has more.
+func TestStaleFirst(t *testing.T) {
+	leaktest.Check(t)
+	s := serve(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "hello") }, Options{MaxConns: 4})
+	s.mu.Lock()
+	s.stale = time.Nanosecond
+	s.mu.Unlock()
+	forgotten := sayFrom(t, s, "127.0.0.3", "")
+	for end := time.Now().Add(patience); s.open() < 1 && time.Now().Before(end); {
+		time.Sleep(time.Millisecond)
+	}
+	var many []net.Conn
+	for range 4 {
+		many = append(many, sayFrom(t, s, "127.0.0.1", ""))
+	}
+	if _, err := forgotten.Read(make([]byte, 1)); err == nil {
+		t.Error("the one that nobody has used stays")
+	}
+	for i, c := range many {
+		_, _ = io.WriteString(c, closing)
+		answers(t, fmt.Sprint("newer ", i), c, "")
+	}
+}
+
+// TestHalfOfThePlaces: if one address has more than half of all places busy with what should be brief, its own give way, and none that is idle.
+func TestHalfOfThePlaces(t *testing.T) {
+	leaktest.Check(t)
+	s, at, release := slow(t, Options{MaxConns: 12, Brief: true})
+	idle := sayFrom(t, s, "127.0.0.1", "")
+	for range 30 {
+		sayFrom(t, s, "127.0.0.2", slowly)
+		<-at
+	}
+	_, _ = io.WriteString(idle, closing)
+	answers(t, "one that was idle", idle, "")
+	close(release)
 }
