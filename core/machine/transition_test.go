@@ -6,6 +6,7 @@ import (
 	"go/parser"
 	"go/token"
 	"maps"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -202,6 +203,41 @@ func TestGuards(t *testing.T) {
 	rows := slices.Sorted(maps.Keys(inRows))
 	if slices.Sort(guards); !slices.Equal(guards, rows) || len(guards) < 10 {
 		t.Errorf("the guards of the code are %v, and those of the tables are %v", guards, rows)
+	}
+}
+
+// rowText is a row as guards.txt prints it.
+func rowText(c core.Transition) string {
+	return strings.TrimSpace(fmt.Sprintf("row %s: %s %s %s %s %s", c.Half, c.From, c.Event, c.Guard, c.To, c.Actions))
+}
+
+// TestGuardsAlone: a transcript prints each row that nothing but its guard tells from another one. The tables would not show that the
+// code has taken one guard for the other.
+func TestGuardsAlone(t *testing.T) {
+	text, err := os.ReadFile("testdata/guards.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	alike := map[core.Transition][]core.Transition{}
+	for key, row := range readTransitions(t) {
+		c := core.Transition{Half: key.half, From: key.from, Event: key.event, To: row.to, Actions: strings.Join(row.does, " ")}
+		with := c
+		with.Guard = key.guard
+		alike[c] = append(alike[c], with)
+	}
+	n := 0
+	for _, rows := range alike {
+		if len(rows) == 1 {
+			continue
+		}
+		for _, c := range rows {
+			if n++; !strings.Contains(string(text), "\n"+rowText(c)+"\n") {
+				t.Errorf("testdata/guards.txt does not print %q", rowText(c))
+			}
+		}
+	}
+	if n < 10 {
+		t.Errorf("guards alone tell %d rows apart", n)
 	}
 }
 
