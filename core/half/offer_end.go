@@ -81,12 +81,10 @@ func (h *Set) EndOffer(now time.Time, of *Offer, guard Guard, end Ending) {
 			h.reportOffer(now, of, Always, core.TransferStats{})
 		}
 	default:
-		switch {
-		case guard != Always:
-		case of.peer == "":
-			guard = whenUnwanted
-		default:
-			guard = whenWanted
+		if guard == Always {
+			if guard = whenWanted; of.peer == "" {
+				guard = whenUnwanted
+			}
 		}
 		h.reportOffer(now, of, guard, core.TransferStats{}, does...)
 	}
