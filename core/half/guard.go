@@ -9,7 +9,7 @@ const (
 	// Claims, farewells, loads: P is looked up.
 	whenFound       // P's agent is found
 	whenNotFound    // no agent is found; it may come up yet
-	whenUnusable    // an agent is found, or its engine's entry, and it will not do
+	whenUnusable    // the engine is found, and no agent of it will do
 	whenUnresolved  // the look-up gives no agent, for either reason
 	whenReplaced    // the agent that is found cannot know the request
 	whenResolving   // the half, or the claim that the load continues, was resolving
