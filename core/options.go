@@ -33,7 +33,7 @@ type Options struct {
 	ReportDemands bool          // P: Report when D has blocks for an announced transfer
 	ReportClaims  bool          // D: Report a claim that cannot succeed any more
 
-	// OnTransition hears of each change of a half's state, for tests; may be nil.
+	// OnTransition hears of each row of a table that a half takes, for tests; may be nil.
 	OnTransition func(Transition)
 	// OnStep hears of each step, for tests; may be nil. Only builds with the tag "invariants" have it: without the tag
 	// no event need be kept on the heap.
@@ -60,10 +60,8 @@ func def[T int | time.Duration](v *T, unset T) {
 	}
 }
 
-// Transition is one change of a half's state in one event, as the tables of doc.go
-// have them.
+// Transition is one row of a table in core/half/doc.go that a half has taken.
 type Transition struct {
-	Half, From, Event, To string // From "-": the half begins; To "-": it has ended
-	Guard                 string // of a row that has one; "" in the table of offers, which has none
-	Actions               string // of a row with a guard: all, sorted; else those that the event brought about, each once
+	Half, From, Event, Guard, To string // From "-": the half begins; To "-": it has ended
+	Actions                      string // all, and what the half tells who stands above; sorted
 }

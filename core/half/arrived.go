@@ -25,7 +25,7 @@ func (h *Set) StepLoadMessage(now time.Time, l core.LoadMessage) (core.Code, str
 	}
 	of := h.offers[ID(l.ID)]
 	if of != nil && of.state == offerRefused && of.peer == l.Peer { // D begins anew
-		h.reportOffer(now, of, of.stats)
+		h.reportOffer(now, of, Always, of.stats)
 		t, _ := h.Ended.Get(ID(l.ID))
 		return t.Answer(h.name(ID(l.ID)), l.Peer)
 	}
@@ -190,13 +190,13 @@ func (h *Set) finishOffer(now time.Time, who Party, id ID, code core.Code, reaso
 	case of == nil, of.peer != "" && of.peer != who.agent && !fault.On("anybodys-finish"): // the transfer is another agent's
 	case code == core.OK && of.state.sending():
 		if fault.On("finish-before-written") {
-			h.reportOffer(now, of, core.TransferStats{})
+			h.reportOffer(now, of, whenWhole, core.TransferStats{})
 		}
 		of.landed = true // the transport's own word, with its figures, is about to come
 	case of.state == offerRefused:
 		of.end = Ending{code, reason}
-		h.reportOffer(now, of, of.stats)
+		h.reportOffer(now, of, Always, of.stats)
 	default:
-		h.EndOffer(now, of, Ending{code, reason}, false)
+		h.EndOffer(now, of, whenOver, Ending{code, reason})
 	}
 }

@@ -127,7 +127,7 @@ func (h *Set) claimResolved(now time.Time, c *claim, e core.Resolved) {
 		h.claimLater(now, c, whenNotFound)
 		return
 	case e.Code != core.OK:
-		h.loseClaim(c, whenRefused, Ending{e.Code, e.Reason})
+		h.loseClaim(c, whenUnusable, Ending{e.Code, e.Reason})
 		return
 	}
 	c.replaceBy = time.Time{}
@@ -227,8 +227,7 @@ func (h *Set) loseClaim(c *claim, guard Guard, end Ending, does ...core.Action) 
 func (h *Set) claimLost(c *claim, guard Guard, next claimState, end Ending, does ...core.Action) {
 	c.lostIn, c.end = c.state, end
 	h.claimTo(c, guard, next, does...)
-	h.taken.word("claim", c.id, "Lost")
-	h.outcomes = append(h.outcomes, outcome{claim: c})
+	h.tell("claim", c.id, outcome{claim: c})
 }
 
 func (c *claim) report(now time.Time) core.Report {
@@ -250,13 +249,11 @@ func (h *Set) DropClaim(id ID, guard Guard, end Ending) bool {
 	} else {
 		h.claimTo(c, guard, claimNone)
 	}
-	h.taken.word("claim", id, "Ended")
+	h.tell("claim", id, outcome{claim: c, over: true})
 	if was.lookedUp() && end.Code == core.Cancelled {
-		h.taken.word("claim", id, "Farewell")
-		h.farewell(c.asked, end)
+		h.farewell("claim", c.asked, end)
 	}
 	h.restPeers()
-	h.outcomes = append(h.outcomes, outcome{claim: c, over: true})
 	return true
 }
 

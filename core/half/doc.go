@@ -11,18 +11,16 @@
 // part of the same fan-in has failed), PeerGone (a P agent does not answer any more). A moment that has not passed in time is a
 // MomentFailed too.
 //
-// The tables of claims, farewells and loads are functions: the state, the event and the guard decide the next state and all actions.
-// [Guard] names the cases, "-" where there is but one. A row may have several states and events; "any" is each state but "-", and "="
-// the state from which the row goes. What has no row changes nothing and wants nothing. Among the actions, Ended and Lost are what the
-// half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when its fence has
-// returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was found. After
-// ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, answers, and the Forget of PeerGone are
-// of no row.
+// The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases, "-" where
+// there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which the row goes. An
+// event may take a half through several rows, one after the other. What has no row changes nothing and wants nothing. Among the actions,
+// Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when
+// its fence has returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was
+// found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, answers, and the Forget
+// of PeerGone are of no row.
 //
-// In the table of offers an action with "?" happens in some of the cases only: the parts of a fan-out have one Report
-// together, and a peer that is gone, or that has said the end itself, is told nothing. Abandon is not in it: it ends an offer
-// in any state and only reports it. TestSim and TestTranscripts hold the machine to all tables.
-// core/machine/testdata/table/untaken.txt has those of their rows that no seed of TestSim takes, each with the reason.
+// TestSim and TestTranscripts hold the machine to the tables.
+// core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.
 //
 // Claims (D):
 //
@@ -35,7 +33,7 @@
 //	relocating                                   Resolved                     found         asked-again
 //	relocating                                   Resolved                     not-found     backoff-again
 //	relocating                                   Resolved                     replaced      void           Lost
-//	resolving relocating                         Resolved                     refused       void           Lost
+//	resolving relocating                         Resolved                     unusable      void           Lost
 //	resolving relocating                         ResolvedParts                -             -
 //	backoff                                      Tick                         due           resolving      Resolve
 //	backoff-again                                Tick                         due           relocating     Resolve
@@ -66,15 +64,15 @@
 //
 // Farewells (D), each of a claim or load that has ended while P was looked up:
 //
-//	from  event                             guard      to    actions
-//	-     Cancel Close LoadRequest Lost     -          kept
-//	-     MomentFailed PartFails            -          kept
-//	-     Remapped Tick                     -          kept
-//	kept  Resolved                          found      -     SendFinish
-//	kept  Resolved                          not-found  -
-//	kept  ResolvedParts                     -          -     SendFinish+
-//	kept  ClaimRequest LoadRequest Divided  -          -
-//	kept  Close Abandon                     -          -
+//	from  event                             guard       to    actions
+//	-     Cancel Close LoadRequest Lost     -           kept
+//	-     MomentFailed PartFails            -           kept
+//	-     Remapped Tick                     -           kept
+//	kept  Resolved                          found       -     SendFinish
+//	kept  Resolved                          unresolved  -
+//	kept  ResolvedParts                     -           -     SendFinish+
+//	kept  ClaimRequest LoadRequest Divided  -           -
+//	kept  Close Abandon                     -           -
 //
 // Loads (D):
 //
@@ -92,7 +90,7 @@
 //	resolving relocating          Resolved                         empty         -           Ended SendFinish
 //	resolving relocating          Resolved                         moment        awaiting
 //	resolving relocating          Resolved                         ready         expecting   Expect
-//	resolving relocating          Resolved                         refused       -           Ended
+//	resolving relocating          Resolved                         unresolved    -           Ended
 //	relocating                    Resolved                         replaced      -           Ended
 //	relocating                    Tick                             no-successor  -           Ended
 //	awaiting                      MomentPassed                     ready         expecting   Expect
@@ -143,78 +141,65 @@
 //
 // Offers (P):
 //
-//	from              event                               to                actions
-//	-                 Announce PartialOffer FanOut        prefill
-//	-                 LoadMessage RenewMessage FanOut     early
-//	-                 OfferRequest FanOut                 ready
-//	-                 OfferRequest FanOut                 awaiting
-//	-                 FanOut                              partial           Write
-//	-                 FanOut                              finishing         Write
-//	-                 FanOut                              sending           Write
-//	early             Announce PartialOffer               prefill
-//	early             PartialOffer                        partial           Write
-//	early             OfferRequest                        ready
-//	early             OfferRequest                        awaiting
-//	early             OfferRequest                        sending           Write
-//	early             OfferRequest PartialOffer           -                 Report? SendFinish
-//	early             Cancel Close Tick                   -                 SendFinish?
-//	early             LoadMessage RenewMessage            -                 SendFinish?
-//	early             FinishMessage                       -                 SendFinish?
-//	early             ProbeReplied                        -
-//	prefill           LoadMessage PartialOffer            partial           Write
-//	prefill           OfferRequest                        ready
-//	prefill           OfferRequest                        awaiting
-//	prefill           MomentPassed                        partial           Write
-//	prefill           MomentPassed                        -                 Report? SendFinish
-//	prefill           MomentFailed                        -                 Report? SendFinish?
-//	prefill           OfferRequest                        sending           Write
-//	prefill           OfferRequest                        -                 Report? SendFinish
-//	prefill           LoadMessage PartialOffer            -                 Report? SendFinish
-//	prefill           Cancel Close Remapped Tick          -                 Report? SendFinish?
-//	prefill           FanOut FinishMessage ProbeReplied   -                 Report?
-//	awaiting          MomentPassed                        ready
-//	awaiting          MomentPassed                        sending           Write
-//	awaiting          MomentPassed LoadMessage            finishing         Write
-//	awaiting          MomentPassed LoadMessage            -                 Report? SendFinish
-//	awaiting          MomentFailed Cancel Close Tick      -                 Report? SendFinish?
-//	awaiting          Remapped                            -                 Report? SendFinish?
-//	awaiting          FanOut FinishMessage ProbeReplied   -                 Report?
-//	partial           OfferRequest                        sending           Write
-//	partial           OfferRequest                        finishing
-//	partial           MomentPassed MomentFailed           ending            SendFinish StopWrite
-//	partial           OfferRequest PartialOffer           ending            SendFinish StopWrite
-//	partial           Withdraw                            withdrawing       StopWrite
-//	partial           Withdraw                            ending-withdrawn  StopWrite
-//	partial           Written                             -                 Report? SendFinish?
-//	partial           Written                             prefill           SendRestart
-//	partial           Written                             refused           SendFinish
-//	partial           Cancel Close Remapped Tick          ending            SendFinish StopWrite
-//	partial           FinishMessage ProbeReplied          ending            StopWrite
-//	finishing         MomentPassed                        sending           Write
-//	finishing         MomentPassed MomentFailed           ending            SendFinish StopWrite
-//	finishing         Written                             -                 Report? SendFinish?
-//	finishing         Written                             awaiting          SendRestart
-//	finishing         Written                             refused           SendFinish
-//	finishing         Cancel Close Remapped Tick          ending            SendFinish StopWrite
-//	finishing         FinishMessage ProbeReplied          ending            StopWrite
-//	ready             LoadMessage                         sending           Write
-//	ready             LoadMessage                         -                 Report? SendFinish
-//	ready             Cancel Close Remapped Tick          -                 Report? SendFinish?
-//	ready             FanOut FinishMessage ProbeReplied   -                 Report?
-//	sending           Written                             -                 Report? SendFinish?
-//	sending           Written                             ready             SendRestart
-//	sending           Written                             refused           SendFinish
-//	sending           Cancel Close Remapped Tick          ending            SendFinish StopWrite
-//	sending           FinishMessage ProbeReplied          ending            StopWrite
-//	withdrawing       Written                             prefill           SendRestart
-//	withdrawing       Written                             ready             SendRestart
-//	withdrawing       Written                             awaiting          SendRestart
-//	withdrawing       MomentFailed                        ending-withdrawn  SendFinish
-//	withdrawing       Cancel Close Remapped               ending-withdrawn  SendFinish
-//	withdrawing       FinishMessage ProbeReplied          ending-withdrawn
-//	ending            Withdraw                            ending-withdrawn
-//	ending            Written                             -                 Report?
-//	ending-withdrawn  Written                             -                 Report?
-//	refused           FinishMessage LoadMessage Tick      -                 Report?
-//	refused           Cancel Close Remapped ProbeReplied  -                 Report?
+//	from                          event                                   guard         to                actions
+//	-                             Announce OfferRequest PartialOffer      -             prefill
+//	-                             LoadMessage RenewMessage                -             early
+//	-                             FanOut                                  new           early
+//	-                             FanOut                                  growing       prefill
+//	-                             FanOut                                  moment        awaiting
+//	-                             FanOut                                  ready         ready
+//	prefill awaiting ready        FanOut                                  divided       -
+//	early prefill awaiting ready  FanOut                                  over          -                 Ended
+//	early                         Announce PartialOffer                   -             prefill
+//	early prefill                 OfferRequest                            ready         ready
+//	early prefill                 OfferRequest                            moment        awaiting
+//	partial                       OfferRequest                            moment        finishing
+//	awaiting                      MomentPassed                            ready         ready
+//	ready                         LoadMessage MomentPassed OfferRequest   fits          sending           Write
+//	ready                         LoadMessage MomentPassed OfferRequest   misfits       -                 Ended SendFinish
+//	partial                       OfferRequest                            fits          sending           Write
+//	finishing                     MomentPassed                            fits          sending           Write
+//	prefill                       LoadMessage MomentPassed PartialOffer   grown         partial           Write
+//	prefill                       LoadMessage MomentPassed PartialOffer   misfits       -                 Ended SendFinish
+//	awaiting                      LoadMessage MomentPassed                grown         finishing         Write
+//	awaiting                      LoadMessage MomentPassed                misfits       -                 Ended SendFinish
+//	partial                       MomentPassed PartialOffer               grown         partial           Write
+//	partial                       MomentPassed OfferRequest PartialOffer  misfits       ending            SendFinish StopWrite
+//	finishing                     MomentPassed                            grown         finishing         Write
+//	finishing                     MomentPassed                            misfits       ending            SendFinish StopWrite
+//	partial finishing sending     Written                                 whole         -                 Ended
+//	partial finishing sending     Written                                 broken        -                 Ended SendFinish
+//	partial finishing sending     Written                                 not-expected  refused           SendFinish
+//	partial                       Written                                 other-way     prefill           SendRestart
+//	finishing                     Written                                 other-way     awaiting          SendRestart
+//	sending                       Written                                 other-way     ready             SendRestart
+//	ending ending-withdrawn       Written                                 -             -                 Ended
+//	partial                       Withdraw                                restart       withdrawing       StopWrite
+//	partial                       Withdraw                                whole         ending-withdrawn  StopWrite
+//	ending                        Withdraw                                -             ending-withdrawn
+//	withdrawing                   Written                                 growing       prefill           SendRestart
+//	withdrawing                   Written                                 moment        awaiting          SendRestart
+//	withdrawing                   Written                                 ready         ready             SendRestart
+//	early                         FinishMessage LoadMessage RenewMessage  forgotten     -
+//	early                         FinishMessage LoadMessage RenewMessage  wanted        -                 Ended SendFinish
+//	early                         FinishMessage LoadMessage RenewMessage  unwanted      -                 Ended
+//	early prefill awaiting ready  FinishMessage                           over          -                 Ended
+//	partial finishing sending     FinishMessage                           over          ending            StopWrite
+//	withdrawing                   FinishMessage                           over          ending-withdrawn
+//	early prefill awaiting ready  ProbeReplied                            absent        -                 Ended
+//	partial finishing sending     ProbeReplied                            absent        ending            StopWrite
+//	withdrawing                   ProbeReplied                            absent        ending-withdrawn
+//	early prefill awaiting ready  Cancel Close Tick                       wanted        -                 Ended SendFinish
+//	early awaiting ready          Tick                                    unwanted      -                 Ended
+//	early prefill awaiting ready  Cancel Close                            unwanted      -                 Ended
+//	prefill awaiting ready        Remapped                                wanted        -                 Ended SendFinish
+//	prefill awaiting ready        Remapped                                unwanted      -                 Ended
+//	prefill awaiting              MomentFailed                            wanted        -                 Ended SendFinish
+//	prefill awaiting              MomentFailed                            unwanted      -                 Ended
+//	partial finishing sending     Cancel Close Remapped Tick              -             ending            SendFinish StopWrite
+//	partial finishing             MomentFailed                            -             ending            SendFinish StopWrite
+//	withdrawing                   Cancel Close MomentFailed Remapped      -             ending-withdrawn  SendFinish
+//	refused                       Cancel Close FinishMessage LoadMessage  -             -                 Ended
+//	refused                       ProbeReplied Remapped Tick              -             -                 Ended
+//	any                           Abandon                                 -             -                 Ended
 package half

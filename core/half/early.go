@@ -88,10 +88,10 @@ func (h *Set) giveWay(now time.Time, s *stake) {
 		case of == nil: // it has ended
 		case told:
 			noRoom := "the prefill engine has no room for so many claims and loads of requests that it does not know"
-			h.EndOffer(now, of, Ending{core.Refused, noRoom}, true)
+			h.EndOffer(now, of, Always, Ending{core.Refused, noRoom})
 			h.Settle(now)
 		default: // as if it had not come
-			h.offerTo(of, offerNone)
+			h.offerTo(of, whenForgotten, offerNone)
 			h.LeaveEarly(of)
 		}
 	}
@@ -167,7 +167,7 @@ func (of *Offer) loadBlocks() int {
 func (h *Set) addEarly(now time.Time, id ID, who Party) *Offer {
 	h.begin(now)
 	of := &Offer{id: id, peer: who.agent, deadline: now.Add(fault.Pick("no-reap", h.opt.EarlyLoad, 1000*h.opt.EarlyLoad))}
-	h.offerTo(of, offerEarly)
+	h.offerTo(of, Always, offerEarly)
 	h.cameEarly(of, nil, who)
 	return of
 }

@@ -12,9 +12,10 @@ const (
 
 func (s farewellState) String() string { return [...]string{"-", "kept"}[s] }
 
-// farewell keeps an end that P must still be told: the claim or load has ended while D was looking P's agent up. It is kept until P is found. A new claim or load
-// of the id voids it, since P then hears of the id by the new one.
-func (h *Set) farewell(a asked, end Ending) {
+// farewell keeps an end that P must still be told: the claim or load, half says which, has ended while D was looking P's agent up. It
+// is kept until P is found. A new claim or load of the id voids it, since P then hears of the id by the new one.
+func (h *Set) farewell(half string, a asked, end Ending) {
+	h.taken.word(half, a.id, "Farewell")
 	a.end = end
 	h.farewells.put(a.id, &a)
 	h.taken.row("farewell", a.id, Always, farewellNone, farewellKept, nil)

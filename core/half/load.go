@@ -146,7 +146,7 @@ func (h *Set) proceed(now time.Time, ld *load) {
 }
 
 func (h *Set) loadResolved(now time.Time, ld *load, e core.Resolved) {
-	end, guard := Ending{e.Code, e.Reason}, whenRefused
+	end, guard := Ending{e.Code, e.Reason}, whenUnresolved
 	if e.Code == core.OK {
 		reason := h.found(now, &ld.asked, e)
 		if reason == "" {
@@ -323,8 +323,7 @@ func (h *Set) endLoad(now time.Time, ld *load, guard Guard, end Ending, tell boo
 	case ld.state.lookedUp(), ld.state == loadAwaiting: // nothing is armed
 		h.leaveLoad(ld, guard, does...)
 		if farewell {
-			h.taken.word("load", ld.id, "Farewell")
-			h.farewell(ld.asked, end)
+			h.farewell("load", ld.asked, end)
 		}
 		h.restPeers()
 		return
@@ -337,8 +336,7 @@ func (h *Set) endLoad(now time.Time, ld *load, guard Guard, end Ending, tell boo
 			return
 		}
 	}
-	h.taken.word("load", ld.id, "Lost")
-	h.outcomes = append(h.outcomes, outcome{load: ld})
+	h.tell("load", ld.id, outcome{load: ld})
 }
 
 // fence has the transport give up the load's blocks; next is the state that follows.
@@ -359,8 +357,7 @@ func (h *Set) leaveLoad(ld *load, guard Guard, does ...core.Action) {
 		ld.endedIn = ld.state.String()
 	}
 	h.loadTo(ld, guard, loadNone, does...)
-	h.taken.word("load", ld.id, "Ended")
-	h.outcomes = append(h.outcomes, outcome{load: ld, over: true})
+	h.tell("load", ld.id, outcome{load: ld, over: true})
 }
 
 func (ld *load) report(now time.Time) core.Report {

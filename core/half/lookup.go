@@ -80,7 +80,7 @@ func (h *Set) StepResolved(now time.Time, e core.Resolved) {
 		if e.Code == core.OK {
 			h.endFarewell(f, whenFound, f.finish(e.Peer, e.ID))
 		} else {
-			h.endFarewell(f, whenNotFound)
+			h.endFarewell(f, whenUnresolved)
 		}
 		h.restPeers()
 	}

@@ -73,7 +73,7 @@ func (h *Set) momentFails(now time.Time, at core.Moment, how string) {
 	end := func(id ID, engine string) Ending {
 		return Ending{core.Failed, fmt.Sprintf("transfer %q waited for moment %d of the %s engine, and that moment %s", h.name(id), at, engine, how)}
 	}
-	h.awaitedBy(now, at, func(of *Offer) { h.EndOffer(now, of, end(of.id, "prefill"), true) },
+	h.awaitedBy(now, at, func(of *Offer) { h.EndOffer(now, of, Always, end(of.id, "prefill")) },
 		func(ld *load) { h.endLoad(now, ld, Always, end(ld.id, "decode"), true) })
 }
 

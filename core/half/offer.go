@@ -98,8 +98,9 @@ func (h *Set) lease(of *Offer) time.Duration {
 	return of.load.Lease
 }
 
-// offerTo is one row of the table: the offer's next state, and what is to be done.
-func (h *Set) offerTo(of *Offer, next offerState, does ...core.Action) {
+// offerTo performs one row of the table, that of the offer's state, of the event and of the guard: it sets the offer's next state,
+// and wants the row's actions.
+func (h *Set) offerTo(of *Offer, guard Guard, next offerState, does ...core.Action) {
 	if next == offerNone || next.ends() {
 		h.ends++
 		h.awaitNothing(of)
@@ -110,22 +111,35 @@ func (h *Set) offerTo(of *Offer, next offerState, does ...core.Action) {
 	case of.state:
 		h.offers[of.id] = of
 	}
-	h.taken.moved("offer", of.id, of.state, next)
+	h.taken.row("offer", of.id, guard, of.state, next, does)
 	of.state = next
-	h.Act(does...)
+	h.actions = append(h.actions, does...)
+}
+
+// unread is the state of an offer whose blocks nothing reads, with the guard of the rows that lead there; of is nil if the offer has not come.
+func (of *Offer) unread() (offerState, Guard) {
+	switch {
+	case of == nil:
+		return offerEarly, whenNew
+	case of.offered.IsZero():
+		return offerPrefill, whenGrowing
+	case len(of.growths) > 0:
+		return offerAwaiting, whenMoment
+	}
+	return offerReady, whenReady
 }
 
 // NewOffer begins an offer of a transfer that the engine names and no D has named.
 func (h *Set) NewOffer(now time.Time, id ID) *Offer {
 	h.begin(now)
 	of := &Offer{id: id}
-	h.offerTo(of, offerPrefill)
+	h.offerTo(of, Always, offerPrefill)
 	return of
 }
 
 // Announced has an early offer, which has left its place, go on: the engine works on it.
 func (h *Set) Announced(now time.Time, of *Offer) {
-	h.offerTo(of, offerPrefill)
+	h.offerTo(of, Always, offerPrefill)
 	of.deadline = time.Time{}
 	if of.peer != "" {
 		of.deadline = now.Add(h.lease(of))
@@ -146,9 +160,9 @@ func (h *Set) Ready(now time.Time, of *Offer, r *core.OfferRequest) {
 	of.held = of.held.OfGroups(len(h.layout.Groups))
 	switch of.state {
 	case offerPartial:
-		h.offerTo(of, offerFinishing)
+		h.offerTo(of, whenMoment, offerFinishing)
 	case offerEarly, offerPrefill:
-		h.offerTo(of, offerAwaiting)
+		h.offerTo(of, whenMoment, offerAwaiting)
 		of.deadline = now.Add(h.opt.Lease)
 	}
 }
@@ -163,7 +177,7 @@ func (h *Set) complete(now time.Time, of *Offer) {
 		if of.state != offerAwaiting { // else its lease runs
 			of.deadline = now.Add(fault.Pick("no-expiry", h.opt.Lease, 1000*h.opt.Lease))
 		}
-		h.offerTo(of, offerReady)
+		h.offerTo(of, whenReady, offerReady)
 		if of.load != nil {
 			h.write(now, of)
 		}
@@ -178,7 +192,7 @@ func (h *Set) write(now time.Time, of *Offer) {
 		src, err = of.held.Wanted(of.load.Match, &of.load.Selection)
 	}
 	if err != nil {
-		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, whenMisfits, Ending{core.Refused, err.Error()})
 		return
 	}
 	w := of.reads(src)
@@ -187,7 +201,7 @@ func (h *Set) write(now time.Time, of *Offer) {
 	} else {
 		of.sendAt, of.deadline = now, now.Add(of.load.Lease)
 	}
-	h.offerTo(of, offerSending, w)
+	h.offerTo(of, whenFits, offerSending, w)
 }
 
 // reads is the Write of an offer's load that reads src.
@@ -220,14 +234,11 @@ func (h *Set) RoomToDivide(now time.Time, of *Offer, who Party, shares int) bool
 func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []core.TransferID) {
 	defer h.Because("FanOut")()
 	h.begin(now)
-	state := offerEarly
-	if of != nil {
-		state = of.state
-	}
+	state, guard := of.unread()
 	var early *earlyPlace
 	for _, id := range ids {
 		part := of.part(ID(id), now.Add(h.opt.EarlyLoad))
-		h.offerTo(part, state)
+		h.offerTo(part, guard, state)
 		if state == offerEarly {
 			early = h.cameEarly(part, early, who)
 		}
@@ -236,13 +247,13 @@ func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []core.TransferID)
 		}
 	}
 	if of != nil {
-		h.offerTo(of, offerNone)
+		h.offerTo(of, whenDivided, offerNone)
 	}
 	for _, id := range ids { // D's word that it needs no more may have come before
 		if t, gone := h.Ended.Get(ID(id)); gone {
 			part := h.offers[ID(id)]
 			part.end = Ending{t.Code, t.Reason}
-			h.reportOffer(now, part, core.TransferStats{})
+			h.reportOffer(now, part, whenOver, core.TransferStats{})
 		}
 	}
 }

@@ -23,11 +23,13 @@ func (h *Set) StepWritten(now time.Time, e core.Written) {
 	if of == nil {
 		return
 	}
+	guard, does := whenWhole, []core.Action(nil)
 	switch {
 	case of.state == offerWithdrawing:
 		h.startOver(now, of)
 		return
 	case of.state == offerEnding, of.state == offerEndingWithdrawn:
+		guard = Always
 	case !of.state.sending():
 		return
 	case errors.Is(e.Err, core.ErrOtherWay) && !of.landed && of.elsewhere < fault.Pick("elsewhere-for-ever", maxElsewhere, 1<<30):
@@ -38,47 +40,60 @@ func (h *Set) StepWritten(now time.Time, e core.Written) {
 	case e.Err != nil && !of.landed:
 		of.nacked = errors.Is(e.Err, core.ErrNotExpected)
 		of.end = Ending{transportCode(e.Err), "sending to decode agent " + string(of.load.Peer) + ": " + e.Err.Error()}
-		h.Act(core.SendFinish{Peer: of.load.Peer, ID: core.TransferID(of.id), Code: of.end.Code.AtPeer(), Reason: of.end.Reason})
+		if guard = whenBroken; !fault.On("broken-untold") {
+			does = []core.Action{of.finish(of.end)}
+		}
 		if of.nacked {
 			of.stats, of.deadline = e.Stats, now.Add(wordWithin)
-			h.offerTo(of, offerRefused)
+			h.offerTo(of, whenNotExpected, offerRefused, does...)
 			return
 		}
 	}
-	h.reportOffer(now, of, e.Stats)
+	h.reportOffer(now, of, guard, e.Stats, does...)
 }
 
-// EndOffer brings P's half to its end; tell says whether D must be told. An offer that is
-// ending already keeps its first end.
-func (h *Set) EndOffer(now time.Time, of *Offer, end Ending, tell bool) {
+// finish tells the offer's D how the offer ends.
+func (of *Offer) finish(end Ending) core.Action {
+	return core.SendFinish{Peer: of.peer, ID: core.TransferID(of.id), Code: end.Code.AtPeer(), Reason: end.Reason}
+}
+
+// EndOffer brings P's half to its end. D is told, unless the guard says that D has said the end itself, or that D is gone. An offer
+// that is ending already keeps its first end.
+func (h *Set) EndOffer(now time.Time, of *Offer, guard Guard, end Ending) {
 	if of.state == offerRefused {
-		h.reportOffer(now, of, of.stats)
+		h.reportOffer(now, of, Always, of.stats)
 		return
 	}
 	if of.state.ends() {
 		return
 	}
-	if tell && of.peer != "" && !(fault.On("no-finish-from-p") && end.Code == core.Cancelled) {
-		h.Act(core.SendFinish{Peer: of.peer, ID: core.TransferID(of.id), Code: end.Code.AtPeer(), Reason: end.Reason})
+	does := make([]core.Action, 0, 2)
+	if of.peer != "" && guard != whenOver && (guard != whenAbsent || fault.On("told-though-gone")) && !(fault.On("no-finish-from-p") && end.Code == core.Cancelled) {
+		does = append(does, of.finish(end))
 	}
 	of.end = end
 	switch {
 	case of.state == offerWithdrawing: // it is being stopped already
-		h.offerTo(of, offerEndingWithdrawn)
+		h.offerTo(of, guard, offerEndingWithdrawn, does...)
 	case of.state.sending() && !fault.On("no-stop"):
-		h.offerTo(of, offerEnding, core.StopWrite{ID: core.TransferID(of.id)})
+		h.offerTo(of, guard, offerEnding, append(does, core.StopWrite{ID: core.TransferID(of.id)})...)
 		if fault.On("report-before-written") {
-			h.reportOffer(now, of, core.TransferStats{})
+			h.reportOffer(now, of, Always, core.TransferStats{})
 		}
 	default:
-		h.reportOffer(now, of, core.TransferStats{})
+		if guard == Always {
+			if guard = whenWanted; of.peer == "" {
+				guard = whenUnwanted
+			}
+		}
+		h.reportOffer(now, of, guard, core.TransferStats{}, does...)
 	}
 }
 
-// reportOffer is the only way out of the map of offers.
-func (h *Set) reportOffer(now time.Time, of *Offer, s core.TransferStats) {
+// reportOffer ends an offer, and has who stands above hear of that.
+func (h *Set) reportOffer(now time.Time, of *Offer, guard Guard, s core.TransferStats, does ...core.Action) {
 	of.endedIn = of.state
-	h.offerTo(of, offerNone)
+	h.offerTo(of, guard, offerNone, does...)
 	if len(h.offers) == 0 {
 		clear(h.probes) // perhaps nobody tells Tick now
 	}
@@ -91,7 +106,7 @@ func (h *Set) reportOffer(now time.Time, of *Offer, s core.TransferStats) {
 	}
 	h.Remember(of, of.id, end)
 	of.stats = s
-	h.outcomes = append(h.outcomes, outcome{offer: of, over: true})
+	h.tell("offer", of.id, outcome{offer: of, over: true})
 }
 
 // Remember remembers the end of an offer, or of the transfer that it was a share of. If only peers have named it, that is their word.
@@ -173,16 +188,16 @@ func (h *Set) offerLate(now time.Time, of *Offer) {
 		if of.peer != "" {
 			reason = fmt.Sprintf("decode agent %s has not loaded it within %v (offer_timeout_s); the offer is %s", of.peer, h.opt.Offer, of.state)
 		}
-		h.EndOffer(now, of, Ending{core.Expired, reason}, true)
+		h.EndOffer(now, of, Always, Ending{core.Expired, reason})
 		return
 	}
 	switch of.state {
 	case offerEarly:
 		h.Count.ExpiredEarly++
-		h.EndOffer(now, of, Ending{core.NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", h.name(of.id), h.opt.EarlyLoad)}, true)
+		h.EndOffer(now, of, Always, Ending{core.NotOffered, fmt.Sprintf("the prefill engine has not named transfer %q within %v", h.name(of.id), h.opt.EarlyLoad)})
 	case offerPrefill:
 		if h.above.Demanded(of.id) {
-			h.EndOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.lease(of))}, true)
+			h.EndOffer(now, of, Always, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.lease(of))})
 			return
 		}
 		of.load, of.peer, of.deadline = nil, "", time.Time{} // D stopped renewing; the engine still works
@@ -191,11 +206,11 @@ func (h *Set) offerLate(now time.Time, of *Offer) {
 		if of.peer != "" {
 			reason = fmt.Sprintf("decode agent %s has not renewed its claim for %v", of.peer, h.opt.Lease)
 		}
-		h.EndOffer(now, of, Ending{core.Expired, reason}, true)
+		h.EndOffer(now, of, Always, Ending{core.Expired, reason})
 	case offerRefused:
-		h.reportOffer(now, of, of.stats) // D's word was lost
+		h.reportOffer(now, of, Always, of.stats) // D's word was lost
 	case offerPartial, offerFinishing, offerSending:
-		h.EndOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)}, true)
+		h.EndOffer(now, of, Always, Ending{core.PeerLost, fmt.Sprintf("decode agent %s has not renewed its lease of %v", of.peer, of.load.Lease)})
 	}
 }
 

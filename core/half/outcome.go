@@ -12,6 +12,16 @@ type outcome struct {
 	over  bool // the half has ended; else its end has begun
 }
 
+// tell has who stands above hear, with the row that a half has just taken, what has become of the half.
+func (h *Set) tell(half string, id ID, o outcome) {
+	word := "Lost"
+	if o.over {
+		word = "Ended"
+	}
+	h.taken.word(half, id, word)
+	h.outcomes = append(h.outcomes, o)
+}
+
 // Settle takes the outcomes to Above, which may end other halves, whose outcomes follow.
 func (h *Set) Settle(now time.Time) {
 	for i := 0; i < len(h.outcomes); i++ {

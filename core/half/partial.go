@@ -128,7 +128,7 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		return
 	}
 	if err := h.samePrompt(of); err != nil && !fault.On("partial-any-prompt") {
-		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, whenMisfits, Ending{core.Refused, err.Error()})
 		return
 	}
 	begin := of.sent
@@ -136,16 +136,15 @@ func (h *Set) extend(now time.Time, of *Offer) {
 		return
 	}
 	if err := of.held.BeginsFor(of.load.Match, &of.load.Selection); err != nil { // of a group whose first blocks have come just now, too
-		h.EndOffer(now, of, Ending{core.Refused, err.Error()}, true)
+		h.EndOffer(now, of, whenMisfits, Ending{core.Refused, err.Error()})
 		return
 	}
+	next := of.state
 	if begin == nil {
 		h.Count.Partial++
-		next := offerPartial
-		if of.state == offerAwaiting {
+		if next = offerPartial; of.state == offerAwaiting {
 			next = offerFinishing
 		}
-		h.offerTo(of, next)
 		of.sendAt, of.deadline = now, now.Add(of.load.Lease)
 	}
 	if fault.On("partial-from-the-start") && len(begin) > 0 {
@@ -154,5 +153,9 @@ func (h *Set) extend(now time.Time, of *Offer) {
 	of.sent = slices.Clone(of.ready)
 	w := of.reads(kv.Selection{First: slices.Clone(of.held.First), Blocks: slices.Clone(of.held.Blocks)})
 	w.Begin, w.End, w.Extends = begin, of.sent, begin != nil
-	h.Act(w)
+	if w.Extends && fault.On("extended-twice") {
+		h.offerTo(of, whenGrown, next, w, w)
+		return
+	}
+	h.offerTo(of, whenGrown, next, w)
 }

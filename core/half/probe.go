@@ -101,7 +101,7 @@ func (h *Set) endGone(now time.Time) {
 				h.yield()
 				return
 			}
-			h.EndOffer(now, of, Ending{core.PeerLost, fmt.Sprintf("decode agent %s is gone", id)}, false)
+			h.EndOffer(now, of, whenAbsent, Ending{core.PeerLost, fmt.Sprintf("decode agent %s is gone", id)})
 			h.Settle(now)
 		}
 		delete(h.probes, id)

@@ -190,13 +190,13 @@ func (h *Set) Tick(now time.Time) {
 func (h *Set) Close(now time.Time) {
 	end, ofOffers := Ending{core.Closed, "the decode agent was closed"}, Ending{core.Closed, "the prefill agent was closed"}
 	h.endAll(now, func(c *claim) { h.DropClaim(c.id, Always, end) }, func(ld *load) { h.EndLoad(now, ld.id, end) },
-		func(of *Offer) { h.EndOffer(now, of, ofOffers, true) })
+		func(of *Offer) { h.EndOffer(now, of, Always, ofOffers) })
 }
 
 // Abandon ends all halves at once, and tells nobody but who stands above.
 func (h *Set) Abandon(now time.Time) {
 	h.endAll(now, func(c *claim) { h.claimTo(c, Always, claimNone) }, func(ld *load) { h.reportLoad(ld, Always) },
-		func(of *Offer) { h.reportOffer(now, of, core.TransferStats{}) })
+		func(of *Offer) { h.reportOffer(now, of, Always, core.TransferStats{}) })
 }
 
 func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer func(*Offer)) {

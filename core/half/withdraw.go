@@ -19,16 +19,17 @@ func (h *Set) Withdraw(of *Offer) {
 	switch of.state {
 	case offerPartial:
 		h.Count.Withdrawn++
-		next := offerWithdrawing
+		guard, next := whenRestart, offerWithdrawing
 		if of.landed { // D has all that it asked for
-			next = offerEndingWithdrawn
+			guard, next = whenWhole, offerEndingWithdrawn
 		}
-		h.offerTo(of, next)
-		if !fault.On("not-stopped") {
-			h.Act(core.StopWrite{ID: core.TransferID(of.id)})
+		if fault.On("not-stopped") {
+			h.offerTo(of, guard, next)
+			return
 		}
+		h.offerTo(of, guard, next, core.StopWrite{ID: core.TransferID(of.id)})
 	case offerEnding:
-		h.offerTo(of, offerEndingWithdrawn)
+		h.offerTo(of, Always, offerEndingWithdrawn)
 	}
 }
 
@@ -45,20 +46,17 @@ const maxVoided = 64
 func (h *Set) startOver(now time.Time, of *Offer) {
 	void := digest(of.load.Grant)
 	of.voided = append(of.voided[max(0, len(of.voided)-maxVoided+1):], void)
+	of.load, of.sendAt, of.deadline = nil, time.Time{}, now.Add(h.opt.Lease)
+	next, guard := of.unread()
+	if of.state.sending() {
+		guard = whenOtherWay
+	}
 	if fault.On("anew-untold") {
 		of.voided = nil
-	} else {
-		h.Act(core.SendRestart{Peer: of.peer, ID: core.TransferID(of.id), Digest: void})
+		h.offerTo(of, guard, next)
+		return
 	}
-	of.load, of.sendAt, of.deadline = nil, time.Time{}, now.Add(h.opt.Lease)
-	next := offerPrefill
-	switch {
-	case len(of.growths) > 0 && !of.offered.IsZero():
-		next = offerAwaiting
-	case !of.offered.IsZero():
-		next = offerReady
-	}
-	h.offerTo(of, next)
+	h.offerTo(of, guard, next, core.SendRestart{Peer: of.peer, ID: core.TransferID(of.id), Digest: void})
 }
 
 // digest names a grant. A restart names the load's grant by it, so that the restart is void for a later load.

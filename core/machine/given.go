@@ -21,7 +21,7 @@ func (m *Machine) stepRemapped(now time.Time, r core.Remapped) {
 	m.halves.Settle(now)
 	for _, of := range m.halfOf(r.ID) {
 		if of.Given() && !fault.On("remapped-is-offered") {
-			m.halves.EndOffer(now, of, end, true)
+			m.halves.EndOffer(now, of, half.Always, end)
 		}
 	}
 }

@@ -40,6 +40,7 @@ type script struct {
 type scripted struct {
 	*machine.Told
 	ledger *ledger
+	rows   []core.Transition // with rows=yes: those that it has taken and that were not printed
 }
 
 func (s *script) end() {
@@ -66,7 +67,9 @@ func (s *script) run(c *coretest.Command) string {
 		s.now = time.Unix(0, 0).Add(at)
 	}
 	if what == "open" {
-		s.machines[name] = &scripted{&machine.Told{Machine: s.open(c)}, newLedger()}
+		m := &scripted{ledger: newLedger()}
+		m.Told = &machine.Told{Machine: s.open(c, m)}
+		s.machines[name] = m
 		return ""
 	}
 	m := s.machines[name]
@@ -85,6 +88,10 @@ func (s *script) run(c *coretest.Command) string {
 		m.ledger.action(a)
 		out.WriteString(describe(a) + "\n")
 	}
+	for _, r := range m.rows {
+		out.WriteString(rowText(r) + "\n")
+	}
+	m.rows = nil
 	if what == "withdraw" && m.Reading(s.id(c)) {
 		out.WriteString("its blocks are being read\n")
 	}
@@ -127,11 +134,17 @@ func (s *script) layout(c *coretest.Command, sizes []uint32) *kv.Layout {
 	return l
 }
 
-func (s *script) open(c *coretest.Command) *machine.Machine {
+func (s *script) open(c *coretest.Command, m *scripted) *machine.Machine {
 	l := s.layout(c, s.list(c, "size"))
 	s.layouts[c.Word(0)] = l
+	prints := c.Value("rows", "") == "yes"
 	return machine.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
-		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), Load: s.duration(c, "load", 0), Offer: s.duration(c, "offer", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), Ends: int(s.number(c, "at-once", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) { s.table.check(s.t, change) }})
+		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), Load: s.duration(c, "load", 0), Offer: s.duration(c, "offer", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), Ends: int(s.number(c, "at-once", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) {
+			s.table.check(s.t, change)
+			if prints {
+				m.rows = append(m.rows, change)
+			}
+		}})
 }
 
 // ask answers a question, which is no event; ok says that it is one.

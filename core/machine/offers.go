@@ -182,6 +182,6 @@ func (m *Machine) cancelOffer(now time.Time, id core.TransferID, reason string) 
 		if fault.On("cancel-one-share") && i > 0 {
 			break
 		}
-		m.halves.EndOffer(now, of, half.Ending{Code: core.Cancelled, Reason: reason}, true)
+		m.halves.EndOffer(now, of, half.Always, half.Ending{Code: core.Cancelled, Reason: reason})
 	}
 }

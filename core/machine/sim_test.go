@@ -54,13 +54,7 @@ func TestSim(t *testing.T) {
 	t.Logf("ends: %v", sum.Codes)
 	t.Logf("states: %v", sum.States)
 	t.Logf("faults: %v", sum.Faults)
-	table := readTransitions(t)
-	changes := slices.SortedFunc(maps.Keys(sum.first), func(x, y core.Transition) int { return cmp.Compare(sum.first[x], sum.first[y]) })
-	for _, change := range changes {
-		if wrong := table.take(change); wrong != "" {
-			t.Errorf("seed %d: %s", sum.first[change], wrong)
-		}
-	}
+	sum.checkRows(t)
 	if t.Failed() || seeds < fixedSeeds {
 		return
 	}
@@ -113,12 +107,25 @@ func TestSoak(t *testing.T) {
 	sum := runSeeds(t, from, func(uint64) bool { n.Add(1); return time.Now().Before(end) })
 	t.Logf("%d seeds from %d on, %d steps, %v of virtual time", n.Load(), from, sum.Steps, sum.Took.Round(time.Second))
 	t.Logf("ends: %v", sum.Codes)
+	sum.checkRows(t)
 }
 
 type simSum struct {
 	sim.Result
 	agents map[int]int
 	first  map[core.Transition]uint64 // the lowest seed that has each
+}
+
+// checkRows fails for what the halves have done that the tables do not have.
+func (sum *simSum) checkRows(t *testing.T) {
+	t.Helper()
+	table := readTransitions(t)
+	changes := slices.SortedFunc(maps.Keys(sum.first), func(x, y core.Transition) int { return cmp.Compare(sum.first[x], sum.first[y]) })
+	for _, change := range changes {
+		if wrong := table.take(change); wrong != "" {
+			t.Errorf("seed %d: %s", sum.first[change], wrong)
+		}
+	}
 }
 
 // runSeeds runs seeds from the first one on, on all processors, while more says so. It

@@ -6,6 +6,7 @@ import (
 	"go/parser"
 	"go/token"
 	"maps"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -27,69 +28,53 @@ func parsed(t testing.TB, name string) *ast.File {
 // transitionTable is the transitions in doc.go.
 type transitionTable map[transitionKey]*transitionRow
 
-// transitionKey is what a row is found by. In a table that is a function it has a guard and no next state.
-type transitionKey struct{ half, from, event, guard, to string }
+// transitionKey is what decides a row.
+type transitionKey struct{ half, from, event, guard string }
 
 type transitionRow struct {
-	to            string
-	always, maybe []string // actions
-	taken         bool
+	to    string
+	does  []string // actions, sorted
+	taken bool
 }
 
-// functions are the halves whose tables have guards: a state, an event and a guard decide all.
-var functions = []string{"claim", "farewell", "load"}
+// tableHeads stand above the tables.
+var tableHeads = map[string]string{"Claims (D):": "claim", "Farewells (D), each of a claim or load that has ended while P was looked up:": "farewell", "Loads (D):": "load", "Offers (P):": "offer"}
 
 // readTransitions reads the tables of the package's documentation.
 func readTransitions(t testing.TB) transitionTable {
 	t.Helper()
 	columns := regexp.MustCompile(`\s{2,}`)
-	heads := map[string]string{"Claims (D):": "claim", "Farewells (D), each of a claim or load that has ended while P was looked up:": "farewell", "Loads (D):": "load", "Offers (P):": "offer"}
 	table, half := transitionTable{}, ""
 	for line := range strings.Lines(parsed(t, "../half/doc.go").Doc.Text()) {
 		text := strings.TrimSpace(line)
-		if h := heads[text]; h != "" {
+		if h := tableHeads[text]; h != "" {
 			half = h
 		}
 		if half == "" || !strings.HasPrefix(line, "\t") || strings.HasPrefix(text, "from ") {
 			continue
 		}
-		cells, guard := columns.Split(text, -1), ""
-		function := slices.Contains(functions, half)
-		if function && len(cells) > 3 {
-			guard = cells[2]
-			cells = slices.Delete(cells, 2, 3)
-		}
-		if len(cells) < 3 || len(cells) > 4 || function && guard == "" {
+		cells := columns.Split(text, -1)
+		if len(cells) < 4 || len(cells) > 5 {
 			t.Fatalf("doc.go: a row has %d columns: %q", len(cells), text)
 		}
-		row := &transitionRow{to: cells[2]}
-		if len(cells) == 4 {
-			for _, name := range strings.Fields(cells[3]) {
-				if bare, maybe := strings.CutSuffix(name, "?"); maybe {
-					row.maybe = append(row.maybe, bare)
-				} else {
-					row.always = append(row.always, name)
-				}
-			}
+		row := transitionRow{to: cells[3]}
+		if len(cells) == 5 {
+			row.does = strings.Fields(cells[4])
 		}
-		if function && row.maybe != nil {
+		if slices.Sort(row.does); strings.Contains(text, "?") {
 			t.Errorf("doc.go: a row has an action that happens in some cases only: %q", text)
 		}
-		slices.Sort(row.always)
 		froms := strings.Fields(cells[0])
 		if cells[0] == "any" {
 			froms = stateNames(t, half)
 		}
 		for _, from := range froms {
 			for _, event := range strings.Fields(cells[1]) {
-				key := transitionKey{half, from, event, guard, row.to}
-				if function {
-					key.to = ""
-				}
+				key := transitionKey{half, from, event, cells[2]}
 				if table[key] != nil {
 					t.Errorf("doc.go: %v stands twice", key)
 				}
-				one := *row
+				one := row
 				if one.to == "=" {
 					one.to = from
 				}
@@ -103,49 +88,23 @@ func readTransitions(t testing.TB) transitionTable {
 	return table
 }
 
-// take says what is wrong with a transition that the tables do not have, or have with other actions; "": nothing is.
+// take says what is wrong with a transition that the tables do not have, or have with another next state or other actions, each as
+// often as there; "": nothing is.
 func (table transitionTable) take(c core.Transition) string {
-	if slices.Contains(functions, c.Half) {
-		return table.takeExact(c)
-	}
-	if c.Event == "Abandon" && c.To == "-" && (c.Actions == "" || c.Actions == "Report") {
-		return ""
-	}
-	row := table[transitionKey{c.Half, c.From, c.Event, c.Guard, c.To}]
-	if row == nil {
-		return fmt.Sprintf("doc.go has no transition of a %s from %s by %s to %s (%s)", c.Half, c.From, c.Event, c.To, c.Actions)
-	}
-	row.taken = true
-	did := strings.Fields(c.Actions)
-	for _, name := range row.always {
-		if !slices.Contains(did, name) {
-			return fmt.Sprintf("a %s went from %s by %s to %s without %s, with %q", c.Half, c.From, c.Event, c.To, name, c.Actions)
-		}
-	}
-	for _, name := range did {
-		if !slices.Contains(row.always, name) && !slices.Contains(row.maybe, name) {
-			return fmt.Sprintf("a %s went from %s by %s to %s with %s, which doc.go does not have", c.Half, c.From, c.Event, c.To, name)
-		}
-	}
-	return ""
-}
-
-// takeExact is take where the table is a function: the next state and the actions are the row's, each as often as there.
-func (table transitionTable) takeExact(c core.Transition) string {
-	row := table[transitionKey{half: c.Half, from: c.From, event: c.Event, guard: c.Guard}]
+	row := table[transitionKey{c.Half, c.From, c.Event, c.Guard}]
 	if row == nil {
 		return fmt.Sprintf("doc.go has no row of a %s in %s by %s, guard %s (to %s with %q)", c.Half, c.From, c.Event, c.Guard, c.To, c.Actions)
 	}
 	row.taken = true
 	did := strings.Fields(c.Actions)
-	if len(row.always) == 1 && len(did) > 0 {
-		if one, some := strings.CutSuffix(row.always[0], "+"); some && one == did[0] {
-			did = append(slices.Compact(did)[1:], row.always[0])
+	if len(row.does) == 1 && len(did) > 0 {
+		if one, some := strings.CutSuffix(row.does[0], "+"); some && one == did[0] {
+			did = append(slices.Compact(did)[1:], row.does[0])
 		}
 	}
-	if row.to != c.To || !slices.Equal(row.always, did) {
+	if row.to != c.To || !slices.Equal(row.does, did) {
 		return fmt.Sprintf("a %s went from %s by %s, guard %s, to %s with %q, and by doc.go it goes to %s with %q",
-			c.Half, c.From, c.Event, c.Guard, c.To, c.Actions, row.to, strings.Join(row.always, " "))
+			c.Half, c.From, c.Event, c.Guard, c.To, c.Actions, row.to, strings.Join(row.does, " "))
 	}
 	return ""
 }
@@ -162,8 +121,7 @@ func (table transitionTable) check(t testing.TB, c core.Transition) {
 func (table transitionTable) rows(want func(*transitionRow) bool) (out []string) {
 	for key, row := range table {
 		if want(row) {
-			words := []string{key.half, key.from, key.event, key.guard, row.to}
-			out = append(out, strings.Join(slices.DeleteFunc(words, func(w string) bool { return w == "" }), " "))
+			out = append(out, strings.Join([]string{key.half, key.from, key.event, key.guard, row.to}, " "))
 		}
 	}
 	slices.Sort(out)
@@ -238,13 +196,48 @@ func stringsOf(t testing.TB, file string) (names []string) {
 func TestGuards(t *testing.T) {
 	guards, inRows := stringsOf(t, "guard"), map[string]bool{}
 	for key := range readTransitions(t) {
-		if key.guard != "" && key.guard != "-" {
+		if key.guard != "-" {
 			inRows[key.guard] = true
 		}
 	}
 	rows := slices.Sorted(maps.Keys(inRows))
 	if slices.Sort(guards); !slices.Equal(guards, rows) || len(guards) < 10 {
 		t.Errorf("the guards of the code are %v, and those of the tables are %v", guards, rows)
+	}
+}
+
+// rowText is a row as guards.txt prints it.
+func rowText(c core.Transition) string {
+	return strings.TrimSpace(fmt.Sprintf("row %s: %s %s %s %s %s", c.Half, c.From, c.Event, c.Guard, c.To, c.Actions))
+}
+
+// TestGuardsAlone: a transcript prints each row that nothing but its guard tells from another one. The tables would not show that the
+// code has taken one guard for the other.
+func TestGuardsAlone(t *testing.T) {
+	text, err := os.ReadFile("testdata/guards.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	alike := map[core.Transition][]core.Transition{}
+	for key, row := range readTransitions(t) {
+		c := core.Transition{Half: key.half, From: key.from, Event: key.event, To: row.to, Actions: strings.Join(row.does, " ")}
+		with := c
+		with.Guard = key.guard
+		alike[c] = append(alike[c], with)
+	}
+	n := 0
+	for _, rows := range alike {
+		if len(rows) == 1 {
+			continue
+		}
+		for _, c := range rows {
+			if n++; !strings.Contains(string(text), "\n"+rowText(c)+"\n") {
+				t.Errorf("testdata/guards.txt does not print %q", rowText(c))
+			}
+		}
+	}
+	if n < 10 {
+		t.Errorf("guards alone tell %d rows apart", n)
 	}
 }
 
