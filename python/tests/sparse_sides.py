@@ -24,7 +24,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 from vllm_engine import BLOCK, Engine
 
 import kvconn
-from kvconn.vllm.groups import host_layers
+from kvconn.vllm.groups import host_layers, transfer_groups
 from kvconn.vllm.layout import Heads
 from kvconn.vllm.worker import WorkerSide
 
@@ -99,6 +99,10 @@ class Side:
         self.output = output = engine.schedule()
         meta = engine.metas[-1]
         self.worker.withdraw(meta)
+        for load in meta.loads:  # no other request reads what a load writes to
+            for number, ids in zip(transfer_groups(engine.caches), load.block_ids):
+                pool = self.pool(engine.caches.kv_cache_groups[number].layer_names[0])
+                assert all(pool.blocks[block].block_hash is None for block in ids), f"{load.req_id}: {ids} of group {number}"
         for name in self.layers:
             blocks = self.pool(name).blocks
             free = [each.block_id for each in blocks if each.ref_cnt == 0 and each.block_hash is None and not each.is_null]

@@ -35,11 +35,11 @@ def pair(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Side, Si
     d.agent.close()
 
 
-def add(p: Side, d: Side, prompt: list[int]) -> tuple[Any, Any]:
+def add(p: Side, d: Side, prompt: list[int], max_tokens: int = 20) -> tuple[Any, Any]:
     kv = prefill_kv()
     decode = {"transfer_id": kv["transfer_id"], "remote_bootstrap_addr": p.agent.bootstrap_address}
     decode |= {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-prefill"}
-    return p.engine.add(list(prompt), kv, max_tokens=1), d.engine.add(list(prompt), decode, max_tokens=20)
+    return p.engine.add(list(prompt), kv, max_tokens=1), d.engine.add(list(prompt), decode, max_tokens=max_tokens)
 
 
 def test_decode_goes_on_from_what_came(pair: tuple[Side, Side]) -> None:
@@ -70,6 +70,34 @@ def test_prefix_that_decode_has_cached(pair: tuple[Side, Side]) -> None:
     run(p, d)
     assert d.failures == [] and len(d.engine.texts[request.request_id]) == 20
     assert d.agent.stats()["bytes_in"] - before == 4 * BLOCK * 2 * (64 + 36)  # 5 of 9 blocks were there
+
+
+def test_prefix_that_only_the_pool_of_the_host_has(model: Path) -> None:
+    """Another request reads its blocks while the load runs, so they stay as they are. The index of these tokens is loaded."""
+    p, d = Side(model, "kv_producer"), Side(model, "kv_consumer", hisparse=True, policy="fail")
+    try:
+        prompt = text(100)
+        _, reader = add(p, d, prompt, max_tokens=200)
+        while not d.engine.texts.get(reader.request_id):
+            p.step()
+            d.step()
+        latents, index = (sum((d.blocks(reader.request_id, name) for name in d.layers if what in name), [])[:6] for what in ("attn", "index"))
+        hashes = [d.pool("model.layers.0.attn").blocks[block].block_hash for block in latents]
+        assert None not in hashes
+        d.pool("model.layers.0.indexer.k_cache").evict_blocks(set(index))
+        before, read = d.agent.stats()["bytes_in"], len(d.engine.texts[reader.request_id])
+        prefill, request = add(p, d, prompt[:97] + text(40))
+        while prefill.request_id not in p.engine.sending:
+            p.step()
+        for name in ("model.layers.0.attn", "model.layers.1.attn"):  # as if prefill rounded otherwise
+            p.items(name)[p.engine.sending[prefill.request_id].block_ids[0][:6]] += 1
+        run(p, d)
+        assert d.failures == [] and len(d.engine.texts[request.request_id]) == 20
+        assert len(d.engine.texts[reader.request_id]) == 200 and read < 200
+        assert d.agent.stats()["bytes_in"] - before == BLOCK * 2 * (3 * 64 + 9 * 36)  # of 9 blocks
+    finally:
+        p.agent.close()
+        d.agent.close()
 
 
 def test_an_index_is_a_group_of_its_own_on_both_sides(pair: tuple[Side, Side]) -> None:

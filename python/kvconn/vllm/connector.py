@@ -217,7 +217,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     @_timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._sched.after_alloc(request, [list(group) for group in blocks.get_block_ids()], num_external_tokens)
+        self._sched.after_alloc(request, [list(group) for group in blocks.get_block_ids()], num_external_tokens, blocks.blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnMetadata:
         began = time.perf_counter()
