@@ -223,9 +223,9 @@ class FakeAgent:
         )
 
 
-def worker(by_layers: bool = False) -> tuple[WorkerSide, FakeAgent]:
+def worker(by_layers: bool = False, **more: Any) -> tuple[WorkerSide, FakeAgent]:
     agent = FakeAgent()
-    return WorkerSide(lambda: agent, 0.001, by_layers), agent
+    return WorkerSide(lambda: agent, 0.001, by_layers, **more), agent
 
 
 def loading(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:

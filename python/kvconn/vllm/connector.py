@@ -155,7 +155,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             shard = shard_of(vllm_config.parallel_config, kv_cache_config)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name, shard)
             count_replacements(vllm_config)
-            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS, shard)
+            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS, shard, self._rank.name)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):

@@ -20,7 +20,8 @@ class LoadLog:
     _LIMIT = 4096  # lines that may wait; further loads are in the statistics only
     _POLL_S = 0.1  # between two polls of the queue: waking the thread is what costs the step most
 
-    def __init__(self) -> None:
+    def __init__(self, rank: str) -> None:
+        self._rank = rank
         self._queue: queue.SimpleQueue[tuple[Any, LoadWork, float, float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -35,7 +36,7 @@ class LoadLog:
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
-            logger.info("kvconn load %s", json.dumps(_load_line(*entry)))
+            logger.info("kvconn load %s", json.dumps(_load_line(self._rank, *entry)))
             if self._queue.empty():
                 self._closing.wait(self._POLL_S)
 
@@ -46,11 +47,13 @@ class LoadLog:
             self._thread.join(5)
 
 
-def _load_line(completion: Any, work: LoadWork, since: float, until: float) -> dict[str, Any]:
+def _load_line(rank: str, completion: Any, work: LoadWork, since: float, until: float) -> dict[str, Any]:
     took = completion.transfer_s
     return {
         "transfer_id": completion.transfer_id,
         "request_id": work.req_id,
+        "rank": rank,
+        "engine_id": work.engine_id,
         "bytes": completion.bytes,
         "blocks": sum(len(group) for group in work.block_ids),
         "first_block": list(work.first_block),

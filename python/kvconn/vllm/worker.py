@@ -47,7 +47,9 @@ class _Loading:
 
 
 class WorkerSide:
-    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False, shard: Shard = WHOLE) -> None:
+    def __init__(
+        self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False, shard: Shard = WHOLE, rank: str = ""
+    ) -> None:
         self._agent = make_agent()
         self._shard, self._parts = shard, list[int]()
         self._idle_wait_s = idle_wait_s
@@ -65,8 +67,7 @@ class WorkerSide:
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # the connector's own time on this step
         self._posted_s = 0.0  # for each load of the last call
-        self._load_log = LoadLog()
-        self._closed = False
+        self._load_log, self._closed = LoadLog(rank), False
 
     @property
     def bootstrap_address(self) -> str | None:
