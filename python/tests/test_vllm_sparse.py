@@ -14,8 +14,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.hisparse") is None:
     pytest.skip("vllm is not installed here, or is one without HiSparse", allow_module_level=True)
 
-from sparse_sides import Side, run
-from vllm_engine import BLOCK, prefill_kv
+from sparse_sides import Side, heads_with_one_index, latents_with_indexes, latents_with_one_index, run
+from vllm_engine import BLOCK, prefill_kv, until
 
 from kvconn.vllm.connector import KVConnConnector
 from kvconn.vllm.groups import make_groups, transfer_parts
@@ -27,9 +27,25 @@ def text(tokens: int) -> list[int]:
     return [numbers.randrange(500) for _ in range(tokens)]
 
 
-@pytest.fixture(params=["sparse", "hisparse"])
-def pair(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Side, Side]]:
-    p, d = Side(model, "kv_producer"), Side(model, "kv_consumer", hisparse=request.param == "hisparse", policy="fail")
+# The layers, and their bytes of a token.
+MODELS = {
+    "latents": (latents_with_indexes, 2 * (64 + 36)),
+    "hisparse": (latents_with_indexes, 2 * (64 + 36)),
+    "one index": (latents_with_one_index, 2 * 64 + 36),
+    "heads": (heads_with_one_index, 2 * 64 + 36),
+}
+
+
+@pytest.fixture(params=MODELS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(kind: str, model: Path) -> Iterator[tuple[Side, Side]]:
+    layers, _ = MODELS[kind]
+    p = Side(model, "kv_producer", layers=layers)
+    d = Side(model, "kv_consumer", hisparse=kind == "hisparse", layers=layers, policy="fail")
     yield p, d
     p.agent.close()
     d.agent.close()
@@ -42,7 +58,7 @@ def add(p: Side, d: Side, prompt: list[int], max_tokens: int = 20) -> tuple[Any,
     return p.engine.add(list(prompt), kv, max_tokens=1), d.engine.add(list(prompt), decode, max_tokens=max_tokens)
 
 
-def test_decode_goes_on_from_what_came(pair: tuple[Side, Side]) -> None:
+def test_decode_goes_on_from_what_came(pair: tuple[Side, Side], kind: str) -> None:
     p, d = pair
     for lengths in ((2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 40), (64, 65, 150)):
         halves = [add(p, d, text(tokens)) for tokens in lengths]
@@ -50,17 +66,23 @@ def test_decode_goes_on_from_what_came(pair: tuple[Side, Side]) -> None:
         assert d.failures == [] and [len(d.engine.texts[each.request_id]) for _, each in halves] == [20] * len(halves)
     stats = d.agent.stats()
     blocks = sum(-(-tokens // BLOCK) for tokens in (2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 40, 64, 65, 150))
-    assert stats["bytes_in"] == blocks * BLOCK * 2 * (64 + 36)
+    assert stats["bytes_in"] == blocks * BLOCK * MODELS[kind][1]
     assert stats["loads_failed"] == p.agent.stats()["offers_failed"] == 0
-    for _ in range(20):  # until decode's load came early enough for a part to be sent while the prompt was computed
-        if p.agent.stats()["bytes_partial"] > 0:
-            break
-        add(p, d, text(150))
-        run(p, d)
-    assert p.agent.stats()["bytes_partial"] > 0
 
 
-def test_prefix_that_decode_has_cached(pair: tuple[Side, Side]) -> None:
+def test_a_part_is_sent_while_the_prompt_is_computed(pair: tuple[Side, Side]) -> None:
+    p, d = pair
+    prefill, request = add(p, d, text(150))
+    d.step()
+    until("the load has come to prefill", lambda: p.agent.stats()["offers_early"] > 0)
+    p.step()  # of the three that the prompt takes
+    until("a part has been sent", lambda: p.agent.stats()["bytes_partial"] > 0)
+    assert prefill.num_computed_tokens < 150
+    run(p, d)
+    assert d.failures == [] and len(d.engine.texts[request.request_id]) == 20
+
+
+def test_prefix_that_decode_has_cached(pair: tuple[Side, Side], kind: str) -> None:
     p, d = pair
     prompt = text(100)
     add(p, d, prompt)
@@ -69,7 +91,7 @@ def test_prefix_that_decode_has_cached(pair: tuple[Side, Side]) -> None:
     _, request = add(p, d, prompt[:90] + text(40))
     run(p, d)
     assert d.failures == [] and len(d.engine.texts[request.request_id]) == 20
-    assert d.agent.stats()["bytes_in"] - before == 4 * BLOCK * 2 * (64 + 36)  # 5 of 9 blocks were there
+    assert d.agent.stats()["bytes_in"] - before == 4 * BLOCK * MODELS[kind][1]  # 5 of 9 blocks were there
 
 
 def test_prefix_that_only_the_pool_of_the_host_has(model: Path) -> None:
@@ -102,7 +124,7 @@ def test_prefix_that_only_the_pool_of_the_host_has(model: Path) -> None:
 
 def test_an_index_is_a_group_of_its_own_on_both_sides(pair: tuple[Side, Side]) -> None:
     p, d = pair
-    layers = [[f"model.layers.{n}.{what}" for n in range(2)] for what in ("attn", "indexer.k_cache")]
+    layers = [[name for name in p.layers if name.endswith(what)] for what in ("attn", "indexer.k_cache")]
     assert transfer_parts(p.engine.caches) == [(0, layers[0]), (0, layers[1])]
     assert transfer_parts(d.engine.caches) == [(0, layers[0]), (int(d.hisparse), layers[1])]
     if d.hisparse:
