@@ -14,11 +14,18 @@ import pytest
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.v1.hisparse") is None:
     pytest.skip("vllm is not installed here, or is one without HiSparse", allow_module_level=True)
 
+import torch
 from sparse_sides import Side, heads_with_one_index, latents_with_indexes, latents_with_one_index, run
 from vllm_engine import BLOCK, prefill_kv, until
+from vllm_sides import step, worker
 
+from kvconn import Memory
+from kvconn.vllm import moments
+from kvconn.vllm import worker as of_worker
 from kvconn.vllm.connector import KVConnConnector
 from kvconn.vllm.groups import make_groups, transfer_parts
+from kvconn.vllm.layout import Heads, make_regions
+from kvconn.vllm.metadata import KVConnMetadata, LoadWork
 
 numbers = random.Random(34)
 
@@ -131,6 +138,30 @@ def test_an_index_is_a_group_of_its_own_on_both_sides(pair: tuple[Side, Side]) -
         assert len(make_groups(d.engine.caches, loads_only=True)) == 2
         with pytest.raises(ValueError, match=r"in a pool of the host \(HiSparse\) is supported with kv_role kv_consumer only"):
             make_groups(d.engine.caches)
+
+
+def test_a_moment_is_of_a_region_on_the_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first region lies in the pool of the host, of which no stream has moments."""
+    d = Side(model, "kv_consumer", hisparse=True)
+    d.agent.close()
+    regions: list[Any] = []
+
+    def made(*args: Any) -> list[Any]:
+        regions[:] = make_regions(*args)
+        for n, region in enumerate(regions):  # the index lies on a GPU
+            regions[n] = region._replace(memory=Memory.DEVICE if "indexer" in region.name else Memory.HOST)
+        return regions
+
+    monkeypatch.setattr(of_worker, "make_regions", made)
+    monkeypatch.setattr(of_worker, "device_of", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(moments, "current_stream", lambda device: lambda: 7)
+    side, agent = worker()
+    monkeypatch.setattr(agent, "register_kv_caches", lambda _: None, raising=False)
+    monkeypatch.setattr(agent, "on_gpu", 1)
+    side.register(dict(sorted(d.tensors.items())), d.engine.config, d.engine.caches, Heads(1))
+    assert [region.memory for region in regions] == [Memory.HOST, Memory.DEVICE] * 2
+    step(side, KVConnMetadata(loads=[LoadWork("r", "t", "http://p:8998", "p", [[1], [1]], [0, 0], BLOCK)]))
+    assert agent.calls == [("load", "t")] and agent.after == {"t": 7}
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -20,7 +20,7 @@ from .hand_over import hand_over
 from .layout import Heads, make_regions, regions_by_layer
 from .load_log import LoadLog
 from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork, of_parts
-from .moments import DeviceMoments, HostMoments, device_of, moments_of
+from .moments import DeviceMoments, HostMoments, device_of, first_on_gpu, moments_of
 from .shards import WHOLE, Shard
 from .stats import KVConnStats, Recorder, reason_of
 from .step import BEGUN, LOADED, UNCALLED, WITHDRAWN, WRITTEN, Step
@@ -82,7 +82,7 @@ class WorkerSide:
         device = device_of([each for each in kv_caches.items() if each[0] not in on_host], vllm_config.kv_transfer_config.kv_buffer_device)
         regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads, self._shard)
         self._agent.register_kv_caches(regions)
-        self.follow_layers(regions_by_layer(kv_caches, regions), device)
+        self.follow_layers(regions_by_layer(kv_caches, regions), device, first_on_gpu(regions))
         logger.info(
             "registered %d regions of %d layers on %s: %d blocks of %d bytes",
             len(regions),
@@ -92,10 +92,10 @@ class WorkerSide:
             sum(region.block_bytes for region in regions),
         )
 
-    def follow_layers(self, regions_of: Mapping[str, Sequence[int]], device: Any = None) -> None:
-        """Which regions each layer writes, and the device on which they lie."""
+    def follow_layers(self, regions_of: Mapping[str, Sequence[int]], device: Any = None, region: int = 0) -> None:
+        """Which regions each layer writes, and the device on which they lie, or at least this region."""
         self._regions_of = {name: array("I", regions) for name, regions in regions_of.items() if regions}
-        self._moments = moments_of(self._agent, device, len(self._regions_of))
+        self._moments = moments_of(self._agent, device, len(self._regions_of), region)
         self._marks = self._moments.marks
         if self._by_layers and self._moments.refusal:
             self._by_layers = False
