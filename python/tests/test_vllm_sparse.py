@@ -110,7 +110,7 @@ def test_prefix_that_only_the_pool_of_the_host_has(model: Path) -> None:
         while not d.engine.texts.get(reader.request_id):
             p.step()
             d.step()
-        latents, index = (sum((d.blocks(reader.request_id, name) for name in d.layers if what in name), [])[:6] for what in ("attn", "index"))
+        latents, index = (d.blocks(reader.request_id, f"model.layers.0.{name}")[:6] for name in ("attn", "indexer.k_cache"))
         hashes = [d.pool("model.layers.0.attn").blocks[block].block_hash for block in latents]
         assert None not in hashes
         d.pool("model.layers.0.indexer.k_cache").evict_blocks(set(index))
