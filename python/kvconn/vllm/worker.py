@@ -67,7 +67,7 @@ class WorkerSide:
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # the connector's own time on this step
         self._posted_s = 0.0  # for each load of the last call
-        self._load_log, self._closed = LoadLog(rank), False
+        self._load_log, self._closed = LoadLog(rank, shard), False
 
     @property
     def bootstrap_address(self) -> str | None:
@@ -383,7 +383,7 @@ class WorkerSide:
     def _count(self, completion: Any, posted_s: float = 0.0) -> None:
         if completion.code:
             self._recorder.failed(completion.kind, reason_of(completion))
-        else:
+        elif completion.transport or completion.kind == "offer":  # else this rank has none of the tokens
             self._recorder.moved(completion, posted_s)
 
     def _report_failed(self, work: LoadWork | RefusedWork) -> None:
