@@ -157,6 +157,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             count_replacements(vllm_config)
             self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS, shard, self._rank.name)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
+            if (told := shard.arranged(self._rank)) != self._rank:
+                logger.info("with DCP agents know this rank as %s: it is so named in their log, names and labels", told.name)
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):
                 logger.info("%s is set, but ranks that compute together do not wait", IDLE_WAIT_MS)
