@@ -17,6 +17,12 @@ const (
 	wasRefused    = "refused"
 )
 
+// Whether an answer said how many tokens the prompt has: another label.
+const (
+	tokensKnown   = "known"
+	tokensUnknown = "unknown"
+)
+
 var computedReasons = map[string]string{
 	fellBack:      "no prefill server could serve them",
 	withoutParams: "prefill answered no kv_transfer_params",
@@ -72,9 +78,9 @@ func (p *Proxy) decodeServed(a *attempt, said *usage) {
 }
 
 func (p *Proxy) countComputed(a *attempt) {
-	reason, tokens, known := a.computed.reason, a.tokens.Load(), "known"
+	reason, tokens, known := a.computed.reason, a.tokens.Load(), tokensKnown
 	if tokens == 0 {
-		known = "unknown"
+		known = tokensUnknown
 	}
 	p.metrics.computed.WithLabelValues(reason, known).Inc()
 	p.metrics.computedTokens.WithLabelValues(reason).Add(float64(tokens))

@@ -68,6 +68,20 @@ func turns(answers ...http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) { answers[n.Add(1)-1](w, r) }
 }
 
+// Each line is there from the start, so that a rate sees the first prompt.
+func TestComputedFromTheStart(t *testing.T) {
+	leaktest.Check(t)
+	r := newRouter(t, Config{Decode: []string{newEngine(t, ok).URL}, Prefill: []Prefill{newPrefill(t, ok, "engine-0").prefill(t)}})
+	_, text := r.get(t, "/metrics")
+	for _, reason := range []string{fellBack, belowLimit, withoutParams, wasRefused} {
+		for _, line := range []string{`prompts_total{reason="` + reason + `",tokens="known"} 0`, `prompts_total{reason="` + reason + `",tokens="unknown"} 0`, `tokens_total{reason="` + reason + `"} 0`} {
+			if !strings.Contains(text, "\nkvconn_proxy_computed_"+line+"\n") {
+				t.Errorf("no line %s", line)
+			}
+		}
+	}
+}
+
 // A decode server that serves alone says how long the prompt is, in a stream only if the client wants to know.
 func TestComputedAlone(t *testing.T) {
 	leaktest.Check(t)
