@@ -35,7 +35,7 @@ var computedReasons = map[string]string{
 type computed struct {
 	mu      sync.Mutex
 	reason  string // "": it has not
-	served  bool   // D has served the request
+	served  bool   // D's answer is over, whole or broken off
 	counted bool
 }
 
@@ -47,7 +47,7 @@ func (c *computed) because(reason string) bool {
 	return c.count()
 }
 
-// end notes that D has served the request, as because does.
+// end notes that D's answer is over, as because does.
 func (c *computed) end() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
