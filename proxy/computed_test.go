@@ -158,6 +158,7 @@ func TestComputedOfPairs(t *testing.T) {
 			r := newRouter(t, Config{Prefill: []Prefill{pe.prefill(t)}, Decode: []string{de.URL}, Contract: tt.contract})
 			r.waitAllUp(t)
 			r.post(t, `{"max_tokens":7,"stream":true}`)
+			eventually(t, "both halves have ended", func() bool { return len(r.places) == 0 })
 			counted(t, r, tt.want...)
 		})
 	}
