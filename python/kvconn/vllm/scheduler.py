@@ -224,9 +224,7 @@ class SchedulerSide:
         else:
             self._requests.move(record, SETTLED)
 
-    def _load(
-        self, record: Record, request: Any, block_ids: BlockIds, num_external_tokens: int, blocks: Sequence[Sequence[Any]]
-    ) -> None:
+    def _load(self, record: Record, request: Any, block_ids: BlockIds, num_external_tokens: int, blocks: Sequence[Sequence[Any]]) -> None:
         tokens = self._loaded_tokens(int(request.num_prompt_tokens))
         cached = tokens - num_external_tokens
         wanted: BlockIds = []
