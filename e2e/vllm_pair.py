@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 import sys
 import uuid
@@ -220,13 +221,25 @@ class Pair:
         self.warm(self.prefill)
 
     def loaded(self, position: int) -> list[dict[str, Any]]:
-        """loads, of which each must have gone by this pair's transport, from the moment on when the engines have met over it.
-        On a busy machine the first few may have gone by another: a load waits two seconds for a meeting."""
-        loads, ways = self.loads(position), [load["transport"] for load in self.loads()]
-        met = ways.index(self.transport) if self.transport in ways else len(ways)
-        others = [load for load in loads if load["transport"] != self.transport]
-        assert met <= 16 and len(others) <= met, (self.transport, others, self.decode.log_tail())
+        """loads, of which each must have gone by this pair's transport, from the moment on when its rank and its prefill engine
+        have met over it. On a busy machine the first few may have gone by another: a load waits two seconds for a meeting."""
+        loads, all_loads = self.loads(position), self.loads()
+        assert self._met([load["transport"] for load in all_loads]) <= 16, (self.transport, all_loads, self.decode.log_tail())
+        for pair in {(load["rank"], load["engine_id"]) for load in loads}:
+            of_pair = [[load["transport"] for load in each if (load["rank"], load["engine_id"]) == pair] for each in (loads, all_loads)]
+            others = len(of_pair[0]) - of_pair[0].count(self.transport)
+            # A rank that loads a prompt from several meets each of them, and names the way of the one that was done first.
+            assert others <= self._met(of_pair[1]) + self._prefill_ranks - 1, (self.transport, pair, loads, self.decode.log_tail())
         return loads
+
+    def _met(self, ways: Sequence[str]) -> int:
+        """How many loads ended before the first one that went by this pair's transport."""
+        return ways.index(self.transport) if self.transport in ways else len(ways)
+
+    @property
+    def _prefill_ranks(self) -> int:
+        argv, sizes = self.prefill.argv, ("--tensor-parallel-size", "--pipeline-parallel-size")
+        return math.prod(int(argv[argv.index(size) + 1]) for size in sizes if size in argv)
 
     def loads(self, position: int = 0) -> list[dict[str, Any]]:
         """The finished loads that the decode server has logged since position (log_size)."""

@@ -171,7 +171,7 @@ func (src *source) connect() (*link, error) {
 		}
 		if !errors.Is(err, syscall.EAGAIN) { // as many others wait to be accepted as the kernel lets
 			if errors.Is(err, syscall.ECONNREFUSED) {
-				err = fmt.Errorf("nobody listens at its socket: it has ended, or runs on another host with the same boot id (a restored snapshot?): %w", err)
+				err = core.Lost.Mark(fmt.Errorf("nobody listens at its socket: it has ended, or runs on another host with the same boot id (a restored snapshot?): %w", err))
 			}
 			return nil, err
 		}

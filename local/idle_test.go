@@ -60,7 +60,7 @@ func idleTransport(listen bool) (*Transport, *benchSink) {
 		panic(err)
 	}
 	sink := &benchSink{make(chan error, 1)}
-	tr, err := New(Config{Listen: listen}, l, sink)
+	tr, err := New(Config{Listen: listen, ConnectTimeout: time.Minute}, l, sink) // all links meet at once
 	if err != nil {
 		panic(err)
 	}

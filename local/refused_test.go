@@ -145,7 +145,7 @@ func TestRefusals(t *testing.T) {
 		"yama 3":        {&stern{errno: syscall.EPERM, mode: "3"}, core.NotPermitted, []string{"forbids it to all", "start the host anew"}},
 		"yama in vain":  {&stern{errno: syscall.EPERM, mode: "1", deaf: syscall.EINVAL}, core.NotPermitted, []string{"in vain", "invalid argument"}},
 		"no such call":  {&stern{errno: syscall.ENOSYS}, core.NotPermitted, []string{"has no process_vm_readv"}},
-		"no such pid":   {&stern{errno: syscall.ESRCH}, core.Setup, []string{"there is no process"}},
+		"no such pid":   {&stern{errno: syscall.ESRCH}, core.Lost, []string{"there is no process"}},
 		"another error": {&stern{errno: syscall.EFAULT}, core.Setup, []string{"has not got what"}},
 	} {
 		t.Run(name, func(t *testing.T) {

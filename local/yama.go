@@ -65,7 +65,7 @@ func refusedRead(k kernel, pid int, errno syscall.Errno, p place, own place) err
 	}
 	switch mode := k.yama(); {
 	case errno == syscall.ESRCH:
-		return fmt.Errorf("there is no process %d here, which the prefill agent's socket names: %w", pid, errno)
+		return core.Lost.Mark(fmt.Errorf("there is no process %d here, which the prefill agent's socket names: %w", pid, errno))
 	case errno == syscall.ENOSYS:
 		return core.NotPermitted.Mark(fmt.Errorf("the kernel has no process_vm_readv: %w", errno))
 	case errno != syscall.EPERM && errno != syscall.EACCES:

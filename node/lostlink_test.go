@@ -119,7 +119,7 @@ func TestLinkLost(t *testing.T) {
 					if err == nil {
 						t.Fatal("local is usable, and nobody listens")
 					}
-					return strings.Contains(err.Error(), "nobody listens at its socket")
+					return strings.Contains(err.Error(), "nobody listens at its socket") && core.WhyOf(err) == core.Lost
 				})
 				goes("third", viaTCP)
 			}

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"context"
 	"io"
 	"net/http"
 	"os"
@@ -9,6 +10,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/zap"
@@ -68,6 +70,20 @@ func turns(answers ...http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) { answers[n.Add(1)-1](w, r) }
 }
 
+// Each line is there from the start, so that a rate sees the first prompt.
+func TestComputedFromTheStart(t *testing.T) {
+	leaktest.Check(t)
+	r := newRouter(t, Config{Decode: []string{newEngine(t, ok).URL}, Prefill: []Prefill{newPrefill(t, ok, "engine-0").prefill(t)}})
+	_, text := r.get(t, "/metrics")
+	for _, reason := range []string{fellBack, belowLimit, withoutParams, wasRefused} {
+		for _, line := range []string{`prompts_total{reason="` + reason + `",tokens="known"} 0`, `prompts_total{reason="` + reason + `",tokens="unknown"} 0`, `tokens_total{reason="` + reason + `"} 0`} {
+			if !strings.Contains(text, "\nkvconn_proxy_computed_"+line+"\n") {
+				t.Errorf("no line %s", line)
+			}
+		}
+	}
+}
+
 // A decode server that serves alone says how long the prompt is, in a stream only if the client wants to know.
 func TestComputedAlone(t *testing.T) {
 	leaktest.Check(t)
@@ -102,7 +118,7 @@ func TestComputedAlone(t *testing.T) {
 			if len(lines) != 0 {
 				t.Errorf("logged %+v", lines)
 			}
-		} else if len(lines) != 1 || !strings.Contains(lines[0].Message, "no prefill server could serve them (1 prompts, 7 tokens)") {
+		} else if len(lines) != 1 || !strings.Contains(lines[0].Message, "no prefill server could serve them (1 prompt, 7 tokens)") {
 			t.Errorf("logged %+v", lines)
 		}
 	}
@@ -142,6 +158,7 @@ func TestComputedOfPairs(t *testing.T) {
 			r := newRouter(t, Config{Prefill: []Prefill{pe.prefill(t)}, Decode: []string{de.URL}, Contract: tt.contract})
 			r.waitAllUp(t)
 			r.post(t, `{"max_tokens":7,"stream":true}`)
+			eventually(t, "both halves have ended", func() bool { return len(r.places) == 0 })
 			counted(t, r, tt.want...)
 		})
 	}
@@ -175,21 +192,48 @@ func TestComputedAfterPrefillsAnswer(t *testing.T) {
 	counted(t, r, `prompts_total{reason="fallback",tokens="known"} 1`, `tokens_total{reason="fallback"} 5`)
 }
 
-// The first line comes at once, the next ones have the sums of half a minute each.
+// The first line comes at once, the next ones have the sums of half a minute each, also if no further prompt comes then.
 func TestUnsaid(t *testing.T) {
-	var u unsaid
-	now, lines := time.Unix(1000, 0), []string(nil)
-	add := func(after time.Duration, reason string, tokens int64) {
-		u.add(now.Add(after), reason, tokens, func(why string) { lines = append(lines, why) })
-	}
-	add(0, wasRefused, 5)
-	add(time.Second, fellBack, 7)
-	add(29*time.Second, wasRefused, 0)
-	add(30*time.Second, fellBack, 3)
-	add(59*time.Second, fellBack, 4)
-	want := []string{"prefill had nothing to load for them (1 prompts, 5 tokens)",
-		"no prefill server could serve them (2 prompts, 10 tokens); prefill had nothing to load for them (1 prompts, 0 tokens, and those of 1 prompts whose answers do not say it)"}
-	if !slices.Equal(lines, want) {
-		t.Errorf("wrote %q, want %q", lines, want)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		core, logged := observer.New(zap.WarnLevel)
+		p := &Proxy{log: zap.New(core), client: newClient(nil), bootstraps: newClient(nil), unsaid: unsaid{waits: make(chan struct{}, 1)}}
+		p.ctx, p.cancel = context.WithCancel(t.Context())
+		p.wg.Go(p.sayComputed)
+		began := time.Now()
+		for _, step := range []struct {
+			at     time.Duration
+			reason string
+			tokens int64
+			want   string
+		}{
+			{0, wasRefused, 5, "prefill had nothing to load for them (1 prompt, 5 tokens)"},
+			{time.Second, fellBack, 7, ""},
+			{29 * time.Second, wasRefused, 0, ""},
+			{31 * time.Second, "", 0, "no prefill server could serve them (1 prompt, 7 tokens); prefill had nothing to load for them (1 prompt, 0 tokens, and those of 1 prompt whose answers do not say it)"},
+			{59 * time.Second, fellBack, 3, ""},
+			{60 * time.Second, "", 0, "no prefill server could serve them (1 prompt, 3 tokens)"},
+			{100 * time.Second, fellBack, 4, "no prefill server could serve them (1 prompt, 4 tokens)"},
+			{101 * time.Second, fellBack, 5, ""},
+			{102 * time.Second, fellBack, 6, ""},
+		} {
+			time.Sleep(time.Until(began.Add(step.at)))
+			if step.reason != "" {
+				p.writeComputed(p.unsaid.add(time.Now(), step.reason, step.tokens))
+			}
+			synctest.Wait()
+			got := ""
+			for _, line := range logged.TakeAll() {
+				got += strings.TrimPrefix(line.Message, "decode servers computed prompts that prefill servers were to compute: ")
+			}
+			if got != step.want {
+				t.Errorf("after %v: wrote %q, want %q", step.at, got, step.want)
+			}
+		}
+		if err := p.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if lines := logged.All(); len(lines) != 1 || !strings.HasSuffix(lines[0].Message, "no prefill server could serve them (2 prompts, 11 tokens)") {
+			t.Errorf("Close wrote %+v", lines)
+		}
+	})
 }

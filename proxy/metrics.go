@@ -54,6 +54,9 @@ func newMetrics(p *Proxy) *metrics {
 		Help: "Tokens of these prompts, as the engines' answers say, by reason."}, []string{"reason"})
 	for _, reason := range []string{fellBack, belowLimit, withoutParams, wasRefused} { // so that a rate sees the first one
 		m.computedTokens.WithLabelValues(reason)
+		for _, known := range []string{tokensKnown, tokensUnknown} {
+			m.computed.WithLabelValues(reason, known)
+		}
 	}
 	m.registry.MustRegister(m.computed, m.computedTokens, m.short, m.requests, m.seconds, m.firstByte, m.prefill, m.handOver, m.retries, m.noParams, m.refusals, m.fallbacks,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvconn_proxy_requests_in_flight",

@@ -87,7 +87,9 @@ func New(cfg Config) (*Proxy, error) {
 		p.balancer.mayChangeRole()
 	}
 	p.metrics = newMetrics(p)
+	p.unsaid.waits = make(chan struct{}, 1)
 	p.wg.Go(func() { memrelease.Run(p.ctx) })
+	p.wg.Go(p.sayComputed)
 	for _, s := range p.balancer.servers() {
 		p.wg.Go(func() { p.watch(p.ctx, s) })
 	}
@@ -153,6 +155,7 @@ func (p *Proxy) Close(ctx context.Context) error {
 	defer p.bootstraps.CloseIdleConnections()
 	select {
 	case <-done:
+		p.writeComputed(p.unsaid.rest())
 		return nil
 	case <-ctx.Done():
 		return errors.Join(fmt.Errorf("proxy: %d requests still run after Close", len(p.places)), ctx.Err())

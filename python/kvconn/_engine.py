@@ -16,6 +16,11 @@ class Rank:
     dp_rank: int = 0
     dp_size: int = 1
 
+    @property
+    def name(self) -> str:
+        """As agents write it."""
+        return f"dp{self.dp_rank} tp{self.tp_rank} pp{self.pp_rank}"
+
 
 def host_port(host: str, port: int | None) -> str:
     """host:port, with an IPv6 address in brackets."""

@@ -6,7 +6,6 @@ the rank's slots are for, and checks what it finds there before it goes on.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from vllm_engine import BLOCK, Engine
 import kvconn
 from kvconn.vllm.groups import is_dealt, layer_specs
 from kvconn.vllm.layout import Heads, make_regions, regions_by_layer
-from kvconn.vllm.params import Rank
+from kvconn.vllm.params import Rank, agent_config
 from kvconn.vllm.shards import Shard
 from kvconn.vllm.worker import WorkerSide
 
@@ -70,8 +69,8 @@ class OfRank:
         shard = Shard(self.rank, dcp, interleave, blocks) if dcp > 1 else Shard()
         self.agent = kvconn.Agent(
             {
-                **{"engine_id": f"engine-{side.name}", "role": side.name, "must_match": shard.facts(), "lease_s": 5, "peer_timeout_s": 15},
-                **asdict(shard.arranged(Rank(tp_rank, tp_size))),
+                **agent_config(engine.config, caches, Rank(tp_rank, tp_size), shard=shard),
+                **{"engine_id": f"engine-{side.name}", "lease_s": 5, "peer_timeout_s": 15},
                 **({} if side.name == "decode" else {"tcp_listen_host": "127.0.0.1", "bootstrap_join": join} if join else AT),
             }
         )

@@ -5,6 +5,8 @@ agent. Only the model and HiSparse's copies are played.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,13 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.hisparse.binding import allocate_hisparse_kv_caches, resolve_hisparse_specs
 from vllm.v1.hisparse.coordinator import get_hisparse_coordinator
 from vllm.v1.hisparse.layout import HISPARSE_HOT_SUFFIX
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SparseCacheRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 from vllm_engine import BLOCK, Engine
 
 import kvconn
-from kvconn.vllm.groups import host_layers
+from kvconn.vllm.groups import host_layers, transfer_groups
 from kvconn.vllm.layout import Heads
 from kvconn.vllm.worker import WorkerSide
 
@@ -33,8 +35,8 @@ AT = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "12
 HISPARSE = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_pool_gib": 0.001}}
 
 
-def sparse_layers() -> dict[str, Any]:
-    """Two layers; the second one attends to what the first one's index has found, and has an index for others too."""
+def latents_with_indexes() -> dict[str, Any]:
+    """Two layers, each with an index, as DeepSeek V3.2 has them."""
     layers: dict[str, Any] = {}
     for n in range(2):
         latent: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
@@ -44,12 +46,33 @@ def sparse_layers() -> dict[str, Any]:
     return layers
 
 
+def latents_with_one_index() -> dict[str, Any]:
+    """The second layer attends to what the first one's index has found."""
+    layers = latents_with_indexes()
+    del layers["model.layers.1.indexer.k_cache"]
+    layers["model.layers.1.attn"] = replace(layers["model.layers.1.attn"], is_index_group_leader=False)
+    return layers
+
+
+def heads_with_one_index() -> dict[str, Any]:
+    """A layer that attends to all tokens, and one of sparse attention, as MiniMax M3 has them: keys and values, no latents."""
+    heads: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+    index: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 18, "dtype": torch.bfloat16}
+    return {
+        "model.layers.0.attn": FullAttentionSpec(**heads),
+        "model.layers.1.attn": FullAttentionSpec(**heads),
+        "model.layers.1.indexer.k_cache": MLAAttentionSpec(**index, cache_role=SparseCacheRole.INDEXER),
+    }
+
+
 class Side:
     """One engine."""
 
-    def __init__(self, model: Path, role: str, *, hisparse: bool = False, **more: Any) -> None:
+    def __init__(
+        self, model: Path, role: str, *, hisparse: bool = False, layers: Callable[[], dict[str, Any]] = latents_with_indexes, **more: Any
+    ) -> None:
         self.hisparse = hisparse
-        self.layers = sparse_layers()
+        self.layers = layers()
         self.backends = {name: like(vllm.LAYER, get_attn_backend=lambda: FlashAttentionBackend) for name in self.layers}
         extra: dict[str, Any] = {"beside": [], "prepare": self._with_hisparse} if hisparse else {}
         self.engine = Engine(model, role, layers=self.layers, blocks=BLOCKS, **extra, **more)
@@ -99,6 +122,10 @@ class Side:
         self.output = output = engine.schedule()
         meta = engine.metas[-1]
         self.worker.withdraw(meta)
+        for load in meta.loads:  # no other request reads what a load writes to
+            for number, ids in zip(transfer_groups(engine.caches), load.block_ids):
+                pool = self.pool(engine.caches.kv_cache_groups[number].layer_names[0])
+                assert all(pool.blocks[block].block_hash is None for block in ids), f"{load.req_id}: {ids} of group {number}"
         for name in self.layers:
             blocks = self.pool(name).blocks
             free = [each.block_id for each in blocks if each.ref_cnt == 0 and each.block_hash is None and not each.is_null]

@@ -15,6 +15,7 @@ from like import like
 import kvconn
 from kvconn.checkpoint import model_fingerprint
 from kvconn.vllm import params
+from kvconn.vllm.shards import Shard
 
 BLOCK = 16
 CACHES = like(vllm.CACHES, kv_cache_groups=[like(vllm.GROUP, kv_cache_spec=like(vllm.FULL, block_size=BLOCK))])
@@ -104,6 +105,14 @@ def test_ranks_join_the_first_one(rank: Any, extra: dict[str, Any], parallel: di
     assert params.agent_config(vllm_config(extra, **parallel), CACHES, rank).get("bootstrap_join") == joins
     decode = {key: value for key, value in extra.items() if key != "bootstrap_join"}
     assert "bootstrap_join" not in params.agent_config(vllm_config(decode, "kv_consumer", **parallel), CACHES, rank)
+
+
+def test_a_rank_s_share_of_the_tokens() -> None:
+    """Agents know the rank by another number than vLLM, and engines that deal tokens out otherwise refuse each other."""
+    rank, share = params.Rank(tp_rank=1, tp_size=4), Shard(1, 2, 16, (16,))
+    made = params.agent_config(vllm_config({"must_match": {"a": "b"}}), CACHES, rank, shard=share)
+    assert (made["tp_rank"], made["tp_size"]) == (2, 4)
+    assert made["must_match"] == {"a": "b", "decode_context_parallel": "2 ranks, 16 tokens in turn"}
 
 
 def test_servers_of_one_host_under_nixls_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 import kvconn
 from kvconn import weights
+from kvconn.vllm import connector as of_connector
+from kvconn.vllm import worker as of_worker
+from kvconn.vllm.layout import make_regions
 from kvconn.vllm.metadata import KVConnMetadata, LoadWork, OfferWork, PartialWork
+from kvconn.vllm.params import Rank
+from kvconn.vllm.shards import Shard
 
 BLOCKS = 8
 numbers = itertools.count(1)
@@ -265,6 +270,23 @@ def test_pass_that_fails_has_computed_nothing(make: Callable[..., Worker], fails
         assert time.monotonic() < deadline, "the load has not ended"
     assert torch.equal(decode.cache[[7, 0]], data)
     assert not fails or prefill.stats()["bytes_partial"] == 0
+
+
+def test_a_worker_s_share_of_the_tokens(make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent is told of it, its regions are named by it, and its loads are cut by it."""
+    share = Shard(1, 2, 128, (128,))
+    monkeypatch.setattr(of_connector, "shard_of", lambda *_: share)
+    monkeypatch.setattr(of_connector, "rank_of", lambda *_: Rank(tp_rank=1, tp_size=4))
+    seen: list[Any] = []
+    monkeypatch.setattr(of_worker, "make_regions", lambda *args: seen.append(args[-1]) or make_regions(*args))
+    worker = make("kv_consumer")
+    config = worker.connector._config
+    assert (config["tp_rank"], config["must_match"]["decode_context_parallel"]) == (2, "2 ranks, 128 tokens in turn")
+    assert seen == [share]
+    started: list[Any] = []
+    monkeypatch.setattr(kvconn.Agent, "start_load", lambda _, loads: started.extend(loads))
+    worker.step(KVConnMetadata(loads=[LoadWork("r", "t", "http://127.0.0.1:1", "p", [[3, 5]], [0], num_tokens=300)]))
+    assert [(load.block_ids, load.tokens) for load in started] == [([[3]], [128])]
 
 
 def test_index_out_of_range(make: Callable[..., Worker], log: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ import torch
 from shard_sides import Side, model_of, run
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm_engine import BLOCK, prefill_kv
+from vllm_engine import BLOCK, prefill_kv, until
 
 from kvconn.vllm.groups import Group, make_groups
 from kvconn.vllm.shards import Shard
@@ -86,22 +86,38 @@ def test_each_rank_loads_its_own_tokens(make_pair: Any, interleave: int) -> None
         assert rank.names == [f"model.layers.{layer}.self_attn[FLASH_ATTN,dcp {n}/2 by {interleave}]" for layer in range(2)]
         counts = [get_dcp_local_seq_lens(torch.tensor(tokens), 2, n, interleave).item() for tokens in LENGTHS if tokens > 1]
         assert rank.agent.stats()["bytes_in"] == sum(-(-count // BLOCK) for count in counts) * BYTES
-    for _ in range(20):  # until decode's loads came early enough for a part to be sent while the prompt was computed
-        if all(rank.agent.stats()["bytes_partial"] > 0 for rank in pair.p.ranks):
-            break
-        pair.moved([text(max(LENGTHS))])
-    assert all(rank.agent.stats()["bytes_partial"] > 0 for rank in pair.p.ranks)
 
 
-def test_prefix_that_decode_has_cached(make_pair: Any) -> None:
-    """Of whole blocks of the group; of what follows, a rank may have no token."""
+def test_a_part_is_sent_while_the_prompt_is_computed(make_pair: Any) -> None:
+    pair = make_pair(sizes(2, 2))
+    prefill, request = pair.add(text(150))
+    pair.d.step()
+    until("each rank's load has come to prefill", lambda: all(rank.agent.stats()["offers_early"] > 0 for rank in pair.p.ranks))
+    pair.p.step()  # of the three that the prompt takes
+    until("each rank has sent a part", lambda: all(rank.agent.stats()["bytes_partial"] > 0 for rank in pair.p.ranks))
+    assert prefill.num_computed_tokens < 150
+    run(pair.p, pair.d)
+    assert pair.d.failures == [] and len(pair.d.engine.texts[request.request_id]) == 3
+
+
+def test_prefix_that_decode_has_cached(make_pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of whole blocks of the group; of what follows, a rank may have no token: then it has loaded nothing."""
     pair = make_pair(sizes(2, 2))
     prompt = text(100)
     pair.moved([prompt])
+    for rank in pair.d.ranks:
+        rank.worker.stats()
+    caplog.set_level(logging.INFO, "kvconn.vllm")
     before = [rank.agent.stats()["bytes_in"] for rank in pair.d.ranks]
     pair.moved([prompt[:98]])  # three of the group's blocks of 32 tokens are cached: the first rank has the rest
     after = [rank.agent.stats()["bytes_in"] for rank in pair.d.ranks]
     assert [b - a for a, b in zip(before, after)] == [BYTES, 0]
+    moved = [rank.worker.stats() for rank in pair.d.ranks]
+    assert [len(each.data["moved"]) if each else 0 for each in moved] == [1, 0]
+    for rank in pair.d.ranks:
+        rank.worker.close()  # the lines are written beside the step
+    (line,) = [json.loads(said) for _, mark, said in (each.partition("kvconn load ") for each in caplog.messages) if mark]
+    assert (line["blocks"], line["bytes"], line["first_block"]) == (1, BYTES, [3])
 
 
 @pytest.mark.parametrize(("p", "d", "kv_heads"), [(2, 4, 1), (4, 2, 1), (4, 4, 2), (4, 8, 2)])

@@ -49,7 +49,7 @@ def test_one_refused_claim_hides_no_other() -> None:
 
 def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvconn.vllm")
-    side, agent = worker()
+    side, agent = worker(rank="dp0 tp1 pp0")
     (req_id,) = loading(side, "t")
     assert side.collect(False).received == set()
     agent.ends("t", "load")
@@ -59,6 +59,7 @@ def test_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     assert side.collect(False).received == set()
     side.close()  # the line is written beside the step
     assert '"gb_per_s": ' in caplog.text and "kvconn load {" in caplog.text
+    assert '"rank": "dp0 tp1 pp0", "engine_id": "engine-p"' in caplog.text
 
 
 def test_load_says_what_handing_it_over_took() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,13 @@ class Engine:
         assert self.ours._sched.in_flight() == (0, 0)
         assert not self.given and not self.ours._sched._partials.count
         assert not self.ours._sched._requests
+
+
+def until(what: str, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, f"not so: {what}"
+        time.sleep(0.001)
 
 
 def prefill_kv() -> dict[str, Any]:

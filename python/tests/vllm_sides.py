@@ -128,6 +128,7 @@ class Marks:
 
 class FakeAgent:
     streams: dict[int, int] = {}  # how many works each has been given
+    on_gpu = 0  # the first region on the engine's GPU
     nameless = False  # refuses batches without saying for which id
 
     def __init__(self) -> None:
@@ -147,12 +148,12 @@ class FakeAgent:
         """The number of works that the stream has been given, if there is a stand-in for it; else the stream."""
         if self.no_moments:
             raise RuntimeError("4096 moments have not passed")
-        assert region == 0
+        assert region == self.on_gpu
         return self.streams.get(stream, stream)
 
     def written_on(self, regions: tuple[int, ...], stream: int) -> None:
         assert list(regions) == sorted(regions)
-        self.calls.append(("written_on", list(self.computing), list(regions), self.moment(0, stream)))
+        self.calls.append(("written_on", list(self.computing), list(regions), self.moment(self.on_gpu, stream)))
 
     def _take(self, kind: str, works: Sequence[Any]) -> None:
         if self.nameless and len(works) > 1:
@@ -223,9 +224,9 @@ class FakeAgent:
         )
 
 
-def worker(by_layers: bool = False) -> tuple[WorkerSide, FakeAgent]:
+def worker(by_layers: bool = False, **more: Any) -> tuple[WorkerSide, FakeAgent]:
     agent = FakeAgent()
-    return WorkerSide(lambda: agent, 0.001, by_layers), agent
+    return WorkerSide(lambda: agent, 0.001, by_layers, **more), agent
 
 
 def loading(worker_side: WorkerSide, *transfer_ids: str) -> list[str]:

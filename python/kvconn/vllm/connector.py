@@ -155,8 +155,10 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
             shard = shard_of(vllm_config.parallel_config, kv_cache_config)
             self._config = config = agent_config(vllm_config, kv_cache_config, self._rank, self._name, shard)
             count_replacements(vllm_config)
-            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS, shard)
+            self._worker = WorkerSide(lambda: open_agent(config), wait, early == LAYERS, shard, self._rank.name)
             logger.info("engine %s, role %s, %s, process %d", config["engine_id"], config["role"], self._rank, os.getpid())
+            if (told := shard.arranged(self._rank)) != self._rank:
+                logger.info("with DCP agents know this rank as %s: it is so named in their log, names and labels", told.name)
             logger.info("model %s, fingerprint %s", config["model"], config.get("model_fingerprint", "none"))
             if not wait and extra.get(IDLE_WAIT_MS):
                 logger.info("%s is set, but ranks that compute together do not wait", IDLE_WAIT_MS)
@@ -217,7 +219,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
 
     @_timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._sched.after_alloc(request, [list(group) for group in blocks.get_block_ids()], num_external_tokens)
+        self._sched.after_alloc(request, [list(group) for group in blocks.get_block_ids()], num_external_tokens, blocks.blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnMetadata:
         began = time.perf_counter()

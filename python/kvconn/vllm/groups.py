@@ -54,6 +54,15 @@ def first_kept(block_ids: Sequence[int]) -> int:
     return next((place for place, block in enumerate(block_ids) if block != NULL_BLOCK), len(block_ids))
 
 
+def first_unhashed(blocks: Sequence[Any], start: int, end: int) -> int:
+    """The position of the first block, from start on, that no other request may read.
+
+    By its hash vLLM gives a block to other requests. All groups have such blocks up to the common prefix. The group of HiSparse's
+    host pool may have more of them: it keeps what the others have lost.
+    """
+    return next((place for place in range(start, end) if blocks[place].block_hash is None), max(start, end))
+
+
 def transfer_groups(kv_cache_config: Any) -> list[int]:
     """The KV cache groups that take part in transfers. A vLLM that does not mark these has all
     groups take part."""

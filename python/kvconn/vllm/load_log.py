@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from .metadata import LoadWork
+from .shards import WHOLE, Shard
 
 logger = logging.getLogger("kvconn.vllm")
 
@@ -20,12 +21,15 @@ class LoadLog:
     _LIMIT = 4096  # lines that may wait; further loads are in the statistics only
     _POLL_S = 0.1  # between two polls of the queue: waking the thread is what costs the step most
 
-    def __init__(self) -> None:
+    def __init__(self, rank: str, shard: Shard = WHOLE) -> None:
+        self._rank, self._shard = rank, shard
         self._queue: queue.SimpleQueue[tuple[Any, LoadWork, float, float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
     def put(self, completion: Any, work: LoadWork, since: float) -> None:
+        if not completion.transport:
+            return  # this rank has none of the tokens
         if not logger.isEnabledFor(logging.INFO) or self._queue.qsize() > self._LIMIT:
             return
         if self._thread is None:
@@ -35,7 +39,7 @@ class LoadLog:
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
-            logger.info("kvconn load %s", json.dumps(_load_line(*entry)))
+            logger.info("kvconn load %s", json.dumps(_load_line(self._rank, self._shard, *entry)))
             if self._queue.empty():
                 self._closing.wait(self._POLL_S)
 
@@ -46,13 +50,16 @@ class LoadLog:
             self._thread.join(5)
 
 
-def _load_line(completion: Any, work: LoadWork, since: float, until: float) -> dict[str, Any]:
+def _load_line(rank: str, shard: Shard, completion: Any, work: LoadWork, since: float, until: float) -> dict[str, Any]:
     took = completion.transfer_s
+    block_ids, _ = shard.cut(work.num_tokens, work.block_ids, work.first_block)
     return {
         "transfer_id": completion.transfer_id,
         "request_id": work.req_id,
+        "rank": rank,
+        "engine_id": work.engine_id,
         "bytes": completion.bytes,
-        "blocks": sum(len(group) for group in work.block_ids),
+        "blocks": sum(len(group) for group in block_ids),
         "first_block": list(work.first_block),
         "segments": completion.segments,
         "transport": completion.transport,

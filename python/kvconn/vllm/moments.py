@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._moments import current_stream
+from ..types import Memory, Region
 from .step import Step
 
 # How often a step says that layers are written. Each time costs some microseconds, and a sixteenth of a step is as good as a layer.
@@ -41,8 +42,8 @@ class DeviceMoments:
     marks = None
     refusal = ""
 
-    def __init__(self, agent: Any, device: Any, layers: int) -> None:
-        self._agent, self._stream = agent, current_stream(device.index)
+    def __init__(self, agent: Any, device: Any, layers: int, region: int) -> None:
+        self._agent, self._stream, self._region = agent, current_stream(device.index), region
         self._every = -(-layers // _MOST)
         self._queued_on = 0  # the stream of the layers that the agent has not been told of yet
 
@@ -51,7 +52,7 @@ class DeviceMoments:
         return self._moment(self._stream())
 
     def _moment(self, stream: int) -> int:
-        moment: int = self._agent.moment(0, stream)  # all regions are on this GPU
+        moment: int = self._agent.moment(self._region, stream)
         return moment
 
     def written(self, regions: array[int], step: Step) -> None:
@@ -72,8 +73,14 @@ class DeviceMoments:
         self._agent.written_on(tuple(sorted(told)), self._queued_on)  # the agent keeps what it makes of a tuple
 
 
-def moments_of(agent: Any, device: Any, layers: int) -> HostMoments | DeviceMoments:
-    return HostMoments(agent) if device is None or device.type == "cpu" else DeviceMoments(agent, device, layers)
+def moments_of(agent: Any, device: Any, layers: int, region: int = 0) -> HostMoments | DeviceMoments:
+    """region: the index of one that lies on the device."""
+    return HostMoments(agent) if device is None or device.type == "cpu" else DeviceMoments(agent, device, layers, region)
+
+
+def first_on_gpu(regions: Iterable[Region]) -> int:
+    """The index of the first region on the caches' GPU. With HiSparse, others lie in host memory."""
+    return next((n for n, region in enumerate(regions) if region.memory == Memory.DEVICE), 0)
 
 
 def device_of(layers: Iterable[tuple[str, Any]], kv_buffer_device: str) -> Any:

@@ -7,12 +7,12 @@ tell the workers with the next step (KVConnMetadata).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 from . import params as _params
 from .computed import Computed
-from .groups import Group, first_kept
+from .groups import Group, first_kept, first_unhashed
 from .metadata import BlockIds, CancelWork, KVConnMetadata, LoadWork, OfferWork, RefusedWork
 from .params import BadParams, DecodeParams, PrefillParams, Refused, parse
 from .partial import PartialOffers
@@ -199,7 +199,8 @@ class SchedulerSide:
         # The last token is computed here whatever is loaded, because its logits are needed.
         return (missing, True) if missing > 0 and prompt - num_computed_tokens > 1 else (0, False)
 
-    def after_alloc(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
+    def after_alloc(self, request: Any, block_ids: BlockIds, num_external_tokens: int, blocks: Sequence[Sequence[Any]] = ()) -> None:
+        """blocks: vLLM's own, per group, of block_ids."""
         record = self._learn(request)
         if record.state is TO_PREFILL:  # a vLLM without on_new_request
             record.prompt = self._prompts.fingerprint(request)
@@ -209,7 +210,7 @@ class SchedulerSide:
         elif record.state in (TO_LOAD, CLAIMED):
             _clear_flag(request)
             if num_external_tokens > 0:
-                self._load(record, request, block_ids, num_external_tokens)
+                self._load(record, request, block_ids, num_external_tokens, blocks)
             else:
                 self._need_nothing(record)
                 self._requests.move(record, SETTLED)
@@ -223,7 +224,7 @@ class SchedulerSide:
         else:
             self._requests.move(record, SETTLED)
 
-    def _load(self, record: Record, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
+    def _load(self, record: Record, request: Any, block_ids: BlockIds, num_external_tokens: int, blocks: Sequence[Sequence[Any]]) -> None:
         tokens = self._loaded_tokens(int(request.num_prompt_tokens))
         cached = tokens - num_external_tokens
         wanted: BlockIds = []
@@ -234,6 +235,8 @@ class SchedulerSide:
             start = cached // group.block_size
             if group.loses_blocks:
                 start = max(start, first_kept(ids))
+            if blocks:
+                start = first_unhashed(blocks[group.number], start, len(ids))
             first.append(0 if group.state else start)
             wanted.append(group.of_state(ids, tokens) if group.state else list(ids[start:]))
         params, prompt = record.params, self._prompts.fingerprint(request)

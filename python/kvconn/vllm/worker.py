@@ -20,7 +20,7 @@ from .hand_over import hand_over
 from .layout import Heads, make_regions, regions_by_layer
 from .load_log import LoadLog
 from .metadata import CancelWork, KVConnMetadata, LoadWork, OfferWork, PartialWork, RefusedWork, of_parts
-from .moments import DeviceMoments, HostMoments, device_of, moments_of
+from .moments import DeviceMoments, HostMoments, device_of, first_on_gpu, moments_of
 from .shards import WHOLE, Shard
 from .stats import KVConnStats, Recorder, reason_of
 from .step import BEGUN, LOADED, UNCALLED, WITHDRAWN, WRITTEN, Step
@@ -47,7 +47,9 @@ class _Loading:
 
 
 class WorkerSide:
-    def __init__(self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False, shard: Shard = WHOLE) -> None:
+    def __init__(
+        self, make_agent: Callable[[], Any], idle_wait_s: float, by_layers: bool = False, shard: Shard = WHOLE, rank: str = ""
+    ) -> None:
         self._agent = make_agent()
         self._shard, self._parts = shard, list[int]()
         self._idle_wait_s = idle_wait_s
@@ -65,8 +67,7 @@ class WorkerSide:
         self._recorder = Recorder("worker")
         self._spent_s = 0.0  # the connector's own time on this step
         self._posted_s = 0.0  # for each load of the last call
-        self._load_log = LoadLog()
-        self._closed = False
+        self._load_log, self._closed = LoadLog(rank, shard), False
 
     @property
     def bootstrap_address(self) -> str | None:
@@ -81,7 +82,7 @@ class WorkerSide:
         device = device_of([each for each in kv_caches.items() if each[0] not in on_host], vllm_config.kv_transfer_config.kv_buffer_device)
         regions = make_regions(kv_caches, vllm_config, kv_cache_config, regions_from_tensor, heads, self._shard)
         self._agent.register_kv_caches(regions)
-        self.follow_layers(regions_by_layer(kv_caches, regions), device)
+        self.follow_layers(regions_by_layer(kv_caches, regions), device, first_on_gpu(regions))
         logger.info(
             "registered %d regions of %d layers on %s: %d blocks of %d bytes",
             len(regions),
@@ -91,10 +92,10 @@ class WorkerSide:
             sum(region.block_bytes for region in regions),
         )
 
-    def follow_layers(self, regions_of: Mapping[str, Sequence[int]], device: Any = None) -> None:
-        """Which regions each layer writes, and the device on which they lie."""
+    def follow_layers(self, regions_of: Mapping[str, Sequence[int]], device: Any = None, region: int = 0) -> None:
+        """Which regions each layer writes, and the device on which they lie, or at least this region."""
         self._regions_of = {name: array("I", regions) for name, regions in regions_of.items() if regions}
-        self._moments = moments_of(self._agent, device, len(self._regions_of))
+        self._moments = moments_of(self._agent, device, len(self._regions_of), region)
         self._marks = self._moments.marks
         if self._by_layers and self._moments.refusal:
             self._by_layers = False
@@ -382,7 +383,7 @@ class WorkerSide:
     def _count(self, completion: Any, posted_s: float = 0.0) -> None:
         if completion.code:
             self._recorder.failed(completion.kind, reason_of(completion))
-        else:
+        elif completion.transport or completion.kind == "offer":  # else this rank has none of the tokens
             self._recorder.moved(completion, posted_s)
 
     def _report_failed(self, work: LoadWork | RefusedWork) -> None:
