@@ -160,6 +160,29 @@ func TestJoinThatFails(t *testing.T) {
 	}
 }
 
+// TestTableOfJoinedRanks: ranks of one account that fill the table have some give way to another account's, and those leave the registry.
+func TestTableOfJoinedRanks(t *testing.T) {
+	a, _ := agentWithoutBus(t)
+	const ranks = 512
+	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, ranks, 1
+	host, table := &countingHost{}, &bootstrap.Table{}
+	g := newJoinedRanks(&a.cfg, zap.NewNop(), &rankListing{table, func() string { return "http://127.0.0.1:1" }}, host)
+	defer g.close()
+	for tp := 1; tp < ranks-1; tp++ {
+		if err := joinAs(t, g, "greedy", ranks, tp, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range bootstrap.MaxEntries - (ranks - 2) {
+		if _, err := table.Join(bootstrap.Registration{EngineID: "other", DPRank: 1, PPRank: i, Addr: "a"}, fmt.Sprint("other ", i%8), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := joinAs(t, g, "newcomer", ranks, ranks-1, 0); err != nil || len(host.unhosted) != 1 || host.unhosted[0] != fmt.Sprint("r", ranks-2) || g.ranks[rankPlace{0, ranks - 2, 0}] != nil || g.shares.Holders() != ranks-2 {
+		t.Errorf("another account's: %v, %v are out of the registry, %d of %d ranks count", err, host.unhosted, g.shares.Holders(), len(g.ranks))
+	}
+}
+
 // countingHost notes whose registrations were withdrawn.
 type countingHost struct {
 	fakeHost
