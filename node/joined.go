@@ -116,7 +116,11 @@ func (g *joinedRanks) join(ctx context.Context, owner core.Account, j *wire.Join
 		g.drop(at, old)
 	}
 	e := g.listing.entryOf(j.Agent)
-	more, err := g.listing.table.Join(e, string(owner), nil)
+	var instead []bootstrap.Registration
+	for _, victim := range gone {
+		instead = append(instead, g.ranks[victim].entry)
+	}
+	more, err := g.listing.table.Join(e, string(owner), instead)
 	if err != nil { // a POST /register has the rank, or the table is full
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
