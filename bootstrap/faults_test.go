@@ -15,6 +15,7 @@ var defects = []faulttest.Defect{
 	{"table-joins-push-out", "TestJoinsPushOutNoFew"},
 	{"table-lease-told", "TestToldAndJoined"},
 	{"rooms-addresses-alike", "TestRoomsOfAnother"},
+	{"rooms-old-stay", "TestOldRoomsGoFirst"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.
