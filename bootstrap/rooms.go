@@ -67,7 +67,7 @@ func (r *rooms) yields(of group, now time.Time) int64 {
 	if id, _ := r.order.First(); now.Sub(r.dp[id].at) >= roomNeeded && !fault.On("rooms-old-stay") {
 		return id
 	}
-	if id, own := r.order.OldestOf(of); own && r.order.Most() <= r.order.Of(of)+1 {
+	if id, has := r.order.OldestOf(of); has && r.order.Most() <= r.order.Of(of)+1 {
 		return id
 	}
 	id, _ := r.order.Oldest()
