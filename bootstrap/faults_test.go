@@ -12,8 +12,10 @@ import (
 var defects = []faulttest.Defect{
 	{"table-first-come", "TestRanksOfAnother"},
 	{"table-few-give-way", "TestFewRanksStay"},
+	{"table-joins-push-out", "TestJoinsPushOutNoFew"},
 	{"table-lease-told", "TestToldAndJoined"},
 	{"rooms-addresses-alike", "TestRoomsOfAnother"},
+	{"rooms-old-stay", "TestOldRoomsGoFirst"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.

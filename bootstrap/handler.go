@@ -154,8 +154,7 @@ func register(t *Table, w http.ResponseWriter, r *http.Request) {
 	}
 	reg, err := decodeRegistration(body)
 	if err == nil {
-		from := addressOf(r)
-		err = t.register(reg, &from)
+		err = t.tell(reg, addressOf(r))
 	}
 	done(w, err)
 }

@@ -11,10 +11,11 @@ import (
 
 // Bounds of the rooms that /register_dp_rank keeps. A decode engine asks for a room
 // when its request arrives, which is within seconds, so that nothing needs older rooms.
-// If there are too many, the oldest go of whoever has the most.
+// If there are too many, those go first that have waited for too long already, and then the oldest of whoever has the most.
 const (
-	MaxRooms = 1 << 17
-	roomAge  = 2 * time.Minute
+	MaxRooms   = 1 << 17
+	roomAge    = 2 * time.Minute
+	roomNeeded = 20 * time.Second
 )
 
 // rooms says which dp rank has the request of a room. The zero value is empty.
@@ -41,8 +42,7 @@ func groupOf(from netip.Prefix) group {
 	return group(maphash.Comparable(groupSeed, from) % groups)
 }
 
-// set enters a room from an address. If there are too many, the oldest goes of the group of addresses that has the most, if that has more than
-// this one's would have; else the oldest of this one's.
+// set enters a room from an address. If there are too many, another gives way.
 func (r *rooms) set(id int64, dp int, from netip.Prefix, now time.Time) {
 	limit := r.limit
 	if limit == 0 {
@@ -55,14 +55,23 @@ func (r *rooms) set(id int64, dp int, from netip.Prefix, now time.Time) {
 	of := groupOf(fault.Pick("rooms-addresses-alike", from, netip.Prefix{}))
 	r.drop(id)
 	if r.order.Len() >= limit {
-		old, own := r.order.OldestOf(of)
-		if !own || r.order.Most() > r.order.Of(of)+1 {
-			old, _ = r.order.Oldest()
-		}
-		r.drop(old)
+		r.drop(r.yields(of, now))
 	}
 	r.order.Put(of, id, 1)
 	r.dp[id] = room{dp, now}
+}
+
+// yields is the room that gives way to one of a group of addresses: the oldest of all, if it was needed long ago. Else it is the oldest of the
+// group that has the most, if that has more than this one's would have, or the oldest of this one's.
+func (r *rooms) yields(of group, now time.Time) int64 {
+	if id, _ := r.order.First(); now.Sub(r.dp[id].at) >= roomNeeded && !fault.On("rooms-old-stay") {
+		return id
+	}
+	if id, has := r.order.OldestOf(of); has && r.order.Most() <= r.order.Of(of)+1 {
+		return id
+	}
+	id, _ := r.order.Oldest()
+	return id
 }
 
 func (r *rooms) get(id int64, now time.Time) (dp int, ok bool) {
@@ -72,10 +81,7 @@ func (r *rooms) get(id int64, now time.Time) (dp int, ok bool) {
 }
 
 func (r *rooms) expire(now time.Time) {
-	for id := range r.order.All() {
-		if now.Sub(r.dp[id].at) < roomAge {
-			break
-		}
+	for id, ok := r.order.First(); ok && now.Sub(r.dp[id].at) >= roomAge; id, ok = r.order.First() {
 		r.drop(id)
 	}
 	if r.order.Len() == 0 { // give the memory of a burst back

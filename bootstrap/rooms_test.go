@@ -114,6 +114,26 @@ func TestRoomsOfAnother(t *testing.T) {
 	}
 }
 
+// TestOldRoomsGoFirst: rooms that were needed long ago go before one of whoever has the most, whosever they are. Until then they stay.
+func TestOldRoomsGoFirst(t *testing.T) {
+	start := time.Unix(1000, 0)
+	for _, x := range []struct {
+		age        time.Duration
+		home, busy int64 // rooms that are left
+	}{{roomNeeded, 1, 3}, {roomNeeded - 1, 2, 2}} {
+		r, now := rooms{limit: 4}, start
+		r.set(1, 1, home, now)
+		r.set(2, 1, home, now)
+		now = now.Add(x.age)
+		for id := range int64(3) {
+			r.set(3+id, 1, abroad, now)
+		}
+		if h, b := r.order.Of(groupOf(home)), r.order.Of(groupOf(abroad)); h != x.home || b != x.busy {
+			t.Errorf("after %v %d and %d rooms are left, want %d and %d", x.age, h, b, x.home, x.busy)
+		}
+	}
+}
+
 // TestRoomsOfManyAddresses: rooms of which each is another address's take no more than a few hundred bytes each.
 func TestRoomsOfManyAddresses(t *testing.T) {
 	heap := func() uint64 {

@@ -45,8 +45,9 @@ type Table struct {
 	mu      sync.Mutex
 	engines map[int]Engine
 	entries int
-	limit   int                                      // 0 stands for MaxEntries; tests set less
-	told    quota.Places[netip.Prefix, Registration] // those that came by POST /register, by where from; no lease ends them
+	limit   int                                // 0 stands for MaxEntries; tests set less
+	told    quota.Places[string, Registration] // those that came by POST /register, by address; no lease ends them
+	joined  quota.Places[string, Registration] // those that have joined, by account, which may be an address too
 	answers answers
 	routes  Routes
 }
@@ -54,41 +55,72 @@ type Table struct {
 // Routes returns the ranks from which SGLang's routes answer.
 func (t *Table) Routes() *Routes { return &t.routes }
 
-// Register adds a rank that a lease ends. The very same registration again is fine: a worker
+// Register adds this agent's own rank. The very same registration again is fine: a worker
 // that did not hear the answer may ask again. Errors are *InvalidError,
 // *ConflictError and *FullError, and leave the table as it was.
-func (t *Table) Register(r Registration) error { return t.register(r, nil) }
+func (t *Table) Register(r Registration) error {
+	_, err := t.register(r, own, "", nil)
+	return err
+}
 
-// register adds a rank that came by POST /register from an address, or from is nil. If the table is full, the newest rank of the address that
-// has the most such ranks gives way: to a rank that a lease ends, and if the address has more than a quarter of the table, to one of another.
-func (t *Table) register(r Registration, from *netip.Prefix) error {
+// Join adds a rank that has joined, as Register does. It takes the place of instead's ranks; gone is who gave way besides, and had joined.
+func (t *Table) Join(r Registration, account string, instead []Registration) (gone []Registration, err error) {
+	return t.register(r, joins, account, instead)
+}
+
+// tell adds a rank that came by POST /register from an address.
+func (t *Table) tell(r Registration, from netip.Prefix) error {
+	_, err := t.register(r, told, from.String(), nil)
+	return err
+}
+
+// way is how a rank has come.
+type way int
+
+const (
+	own way = iota
+	joins
+	told
+)
+
+func (t *Table) register(r Registration, by way, owner string, instead []Registration) (gone []Registration, err error) {
 	if err := r.validate(); err != nil {
-		return err
+		return nil, err
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 
 	engine, known := t.engines[r.DPRank]
 	if known && engine.EngineID != r.EngineID {
-		return &ConflictError{fmt.Sprintf("Engine ID mismatch for dp_rank=%d: expected %s, got %s",
+		return nil, &ConflictError{fmt.Sprintf("Engine ID mismatch for dp_rank=%d: expected %s, got %s",
 			r.DPRank, engine.EngineID, r.EngineID)}
 	}
 	if addr, ok := engine.WorkerAddr[r.TPRank][r.PPRank]; ok {
 		if addr == r.Addr {
-			if from == nil && !fault.On("table-lease-told") { // a lease ends it from now on
-				t.told.Remove(r)
+			if by != told && !fault.On("table-lease-told") { // a lease ends it from now on
+				t.count(r, by, owner)
 			}
-			return nil
+			return gone, nil
 		}
-		return &ConflictError{fmt.Sprintf("Worker with dp_rank=%d, tp_rank=%d, pp_rank=%d is already registered at %s, but still want to register at %s",
+		return nil, &ConflictError{fmt.Sprintf("Worker with dp_rank=%d, tp_rank=%d, pp_rank=%d is already registered at %s, but still want to register at %s",
 			r.DPRank, r.TPRank, r.PPRank, addr, r.Addr)}
 	}
 	limit := t.limit
 	if limit == 0 {
 		limit = MaxEntries
 	}
-	if t.entries >= limit && !t.makeRoom(from, limit) {
-		return &FullError{Limit: limit}
+	for _, other := range instead { // if one of them was there, there is room
+		t.unregister(other)
+	}
+	if t.entries >= limit {
+		victim, ok := t.yields(by, owner, int64(limit/4))
+		if !ok {
+			return nil, &FullError{Limit: limit}
+		}
+		if t.joined.Has(victim) {
+			gone = append(gone, victim)
+		}
+		t.remove(victim)
 	}
 
 	if t.engines == nil {
@@ -104,25 +136,41 @@ func (t *Table) register(r Registration, from *netip.Prefix) error {
 	}
 	engine.WorkerAddr[r.TPRank][r.PPRank] = r.Addr
 	t.entries++
-	if from != nil {
-		t.told.Put(*from, r, 1)
-	}
+	t.count(r, by, owner)
 	t.answers.changed()
-	return nil
+	return gone, nil
 }
 
-// makeRoom takes a rank out for another; see register. An engine that has told of its ranks tells once only: so those of an address that has
-// few stay, however many addresses come. mu is held.
-func (t *Table) makeRoom(from *netip.Prefix, limit int) bool {
-	most := t.told.Most()
-	if from != nil && (most <= int64(limit/4) || most <= t.told.Of(*from)+1 || fault.On("table-first-come")) && !fault.On("table-few-give-way") {
-		return false
+// count counts a rank for its owner; mu is held.
+func (t *Table) count(r Registration, by way, owner string) {
+	t.told.Remove(r)
+	t.joined.Remove(r)
+	switch by {
+	case joins:
+		t.joined.Put(owner, r, 1)
+	case told:
+		t.told.Put(owner, r, 1)
+	case own: // it does not give way
 	}
-	victim, ok := t.told.Newest()
-	if ok {
-		t.remove(victim)
+}
+
+// yields is the rank that gives way to one of an owner in a full table. It is the newest of the address that has sent the most by POST /register,
+// or else, if the other has joined, of the account of which the most have joined. It gives way only if it is one of more than a quarter of the
+// table, and of at least two more than the owner has in all: an engine that has told of its ranks tells once only, so those of an address that has
+// few stay, however many addresses come, and whether they tell or join. This agent's own rank has a place as long as there is one that did not
+// join. mu is held.
+func (t *Table) yields(by way, owner string, quarter int64) (victim Registration, ok bool) {
+	has := t.told.Of(owner) + t.joined.Of(owner)
+	over := func(most int64) bool {
+		return (most > quarter && most > has+1 || fault.On("table-few-give-way")) && !fault.On("table-first-come")
 	}
-	return ok
+	switch {
+	case by == own, over(t.told.Most()), by == joins && fault.On("table-joins-push-out"):
+		return t.told.Newest()
+	case by == joins && over(t.joined.Most()):
+		return t.joined.Newest()
+	}
+	return victim, false
 }
 
 // Unregister removes a rank and reports whether it was there. It removes a rank only
@@ -132,6 +180,11 @@ func (t *Table) makeRoom(from *netip.Prefix, limit int) bool {
 func (t *Table) Unregister(r Registration) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	return t.unregister(r)
+}
+
+// unregister is Unregister; mu is held.
+func (t *Table) unregister(r Registration) bool {
 	engine := t.engines[r.DPRank]
 	addr, ok := engine.WorkerAddr[r.TPRank][r.PPRank]
 	if !ok || engine.EngineID != r.EngineID || addr != r.Addr {
@@ -147,6 +200,7 @@ func (t *Table) remove(r Registration) {
 	t.entries--
 	t.answers.changed()
 	t.told.Remove(r)
+	t.joined.Remove(r)
 	delete(engine.WorkerAddr[r.TPRank], r.PPRank)
 	if len(engine.WorkerAddr[r.TPRank]) == 0 {
 		delete(engine.WorkerAddr, r.TPRank)

@@ -81,9 +81,33 @@ type fullTable struct {
 	tp int
 }
 
-func (c *fullTable) add(from *netip.Prefix) error {
+func (c *fullTable) next() Registration {
 	c.tp++
-	return c.register(Registration{"e", 0, c.tp, 0, "a"}, from)
+	return Registration{"e", 0, c.tp, 0, "a"}
+}
+
+// add has an address register a rank; nil: the agent itself.
+func (c *fullTable) add(from *netip.Prefix) error {
+	if from == nil {
+		return c.Register(c.next())
+	}
+	return c.tell(c.next(), *from)
+}
+
+// join has a rank of an account join. It is refused if that is so, and else these ranks have given way that had joined.
+func (c *fullTable) join(account string, refused bool, gone ...int) {
+	c.t.Helper()
+	got, err := c.Join(c.next(), account, nil)
+	full := (*FullError)(nil)
+	if refused != errors.As(err, &full) || !refused && err != nil || len(got) != len(gone) {
+		c.t.Errorf("rank %d of %s: %v, and %v have given way; want %v", c.tp, account, err, got, gone)
+		return
+	}
+	for i, r := range got {
+		if r.TPRank != gone[i] {
+			c.t.Errorf("for rank %d of %s %v have given way, want %v", c.tp, account, got, gone)
+		}
+	}
 }
 
 // fill has an address register so many ranks.
@@ -104,7 +128,7 @@ func (c *fullTable) has(tps ...int) {
 			c.t.Errorf("rank %d is not there: %v", tp, c.Query())
 		}
 	}
-	if c.entries != len(tps) || c.told.Len() > c.entries {
+	if c.entries != len(tps) || c.told.Len()+c.joined.Len() > c.entries {
 		c.t.Errorf("%d ranks are there: %v", c.entries, c.Query())
 	}
 }
@@ -167,13 +191,87 @@ func TestFewRanksStay(t *testing.T) {
 func TestToldAndJoined(t *testing.T) {
 	c := fullTable{Table: Table{limit: 8}, t: t}
 	c.fill(home, 8)
-	if err := c.Register(Registration{"e", 0, 8, 0, "a"}); err != nil {
+	if _, err := c.Join(Registration{"e", 0, 8, 0, "a"}, "b", nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := c.add(nil); err != nil { // 9
 		t.Fatal(err)
 	}
 	c.has(1, 2, 3, 4, 5, 6, 8, 9)
+}
+
+// TestJoinsPushOutNoFew: ranks that join push out none of an address or account that has a quarter of the table or less, and share the table with one
+// that has more. What an address has told counts with what has joined from there.
+func TestJoinsPushOutNoFew(t *testing.T) {
+	few := fullTable{Table: Table{limit: 8}, t: t}
+	for i := range byte(4) {
+		few.fill(netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, i}), 32), 2)
+	}
+	for i := range 100 {
+		few.join(fmt.Sprint("account ", i), true)
+	}
+	few.has(1, 2, 3, 4, 5, 6, 7, 8)
+
+	many := fullTable{Table: Table{limit: 8}, t: t}
+	many.fill(home, 8)
+	many.join(home.String(), true) // 9
+	for range 4 {                  // 10 to 13
+		many.join("a", false)
+	}
+	many.join("a", true)
+	many.has(1, 2, 3, 4, 10, 11, 12, 13)
+	if err := many.add(&abroad); err != nil { // 15
+		t.Error(err)
+	}
+	many.join("b", false)     // 16: ranks that were told of go first
+	many.join("b", false, 13) // 17
+	many.has(1, 2, 10, 11, 12, 15, 16, 17)
+}
+
+// TestJoinedRanksOfOneAccount: a table full of ranks of one account that have joined has room for another account's, until it has no more than a
+// quarter. A rank that has joined gives way to none that came by POST /register, nor to one of its own account.
+func TestJoinedRanksOfOneAccount(t *testing.T) {
+	c, full := fullTable{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
+	for range 8 {
+		c.join("a", false)
+	}
+	c.join("a", true)                                // 9
+	if err := c.add(&home); !errors.As(err, &full) { // 10
+		t.Errorf("one that does not join: %v", err)
+	}
+	c.join("b", false, 8) // 11
+	c.join("b", false, 7)
+	c.join("b", false, 6)
+	c.join("b", false, 5)  // 14
+	c.join("b", true)      // 4 and 4
+	c.join("c", false, 4)  // 16: as many as b, and older
+	c.join("c", false, 14) // 17
+	c.join("d", false, 3)  // 18: a has 3
+	c.join("e", false, 13) // 19: b has 3
+	c.join("f", true)      // none has more than a quarter
+	c.has(1, 2, 11, 12, 16, 17, 18, 19)
+}
+
+// TestJoinInstead: a rank that joins takes the place of those that give way to it. If it does not come in, they stay.
+func TestJoinInstead(t *testing.T) {
+	c := fullTable{Table: Table{limit: 8}, t: t}
+	for i := range 8 {
+		c.join(fmt.Sprint("account ", i), false)
+	}
+	at := func(tp int, addr string) Registration { return Registration{"e", 0, tp, 0, addr} }
+	var conflict *ConflictError
+	if _, err := c.Join(at(3, "b"), "b", []Registration{at(1, "a")}); !errors.As(err, &conflict) {
+		t.Errorf("at a place that is taken: %v", err)
+	}
+	var full *FullError
+	if _, err := c.Join(at(9, "a"), "b", []Registration{at(10, "a")}); !errors.As(err, &full) {
+		t.Errorf("instead of one that is not there: %v", err)
+	}
+	c.has(1, 2, 3, 4, 5, 6, 7, 8)
+	if gone, err := c.Join(at(9, "a"), "b", []Registration{at(1, "a"), at(2, "a")}); err != nil || len(gone) > 0 {
+		t.Errorf("instead of two: %v, and %v give way", err, gone)
+	}
+	c.has(3, 4, 5, 6, 7, 8, 9)
 }
 
 // Many workers race for the same ranks with different addresses: one worker wins each

@@ -12,7 +12,8 @@ import (
 
 // budget bounds what all connections together make this process hold. When they go over it, one connection is ended, whichever asked for
 // more: the largest of the account whose connections together hold the most. So many connections that hold little end none of an
-// account that holds less than they do. What a connection that is being ended still holds is on its way back, so nobody else is ended for it.
+// account that holds less than they do. What a connection that is being ended still holds is on its way back, so it does not count for its account,
+// and nobody else is ended for it.
 // But all that is held, with it, is about twice the limit at most.
 type budget struct {
 	limit int64

@@ -70,6 +70,26 @@ func TestBudget(t *testing.T) {
 	}
 }
 
+// TestEndedOnce: for what an account holds too much it loses one connection: what that one still holds ends no other of the account.
+func TestEndedOnce(t *testing.T) {
+	b := newBudget(100)
+	var ended []string
+	of := func(account core.Account, name string) *share {
+		return b.newShare(account, func() { ended = append(ended, name) })
+	}
+	large, small, other := of("a", "large"), of("a", "small"), of("b", "other")
+	large.add(50)
+	small.add(35)
+	other.add(16)
+	if !slices.Equal(ended, []string{"large"}) {
+		t.Fatalf("%v are ended", ended)
+	}
+	other.add(50)
+	if !slices.Equal(ended, []string{"large", "other"}) {
+		t.Errorf("the other has 66, and the small one 35: %v are ended", ended)
+	}
+}
+
 // TestSmallHolders: an account counts with all that its connections hold. Very many that hold little each lose them, one after another, and
 // one that holds more than each of them, and less than all, goes on. Within one account the largest connection is ended.
 func TestSmallHolders(t *testing.T) {

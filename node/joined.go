@@ -116,9 +116,17 @@ func (g *joinedRanks) join(ctx context.Context, owner core.Account, j *wire.Join
 		g.drop(at, old)
 	}
 	e := g.listing.entryOf(j.Agent)
-	if err := g.listing.table.Register(e); err != nil { // a POST /register has the rank
+	var instead []bootstrap.Registration
+	for _, victim := range gone {
+		instead = append(instead, g.ranks[victim].entry)
+	}
+	more, err := g.listing.table.Join(e, string(owner), instead)
+	if err != nil { // a POST /register has the rank, or the table is full
 		_ = g.host.Unhost(ctx, j.Agent)
 		return 0, err
+	}
+	for _, r := range more {
+		gone = append(gone, rankPlace{r.DPRank, r.TPRank, r.PPRank})
 	}
 	n := &joinedRank{agent: j.Agent, owner: owner, bytes: bytes, entry: e, until: time.Now().Add(ttl)}
 	n.end = time.AfterFunc(ttl, func() { g.expire(at, n) })
@@ -181,7 +189,7 @@ func (g *joinedRanks) giveWay(ctx context.Context, gone []rankPlace) {
 	for _, victim := range gone {
 		n := g.ranks[victim]
 		g.dropLog.Do(func(note string) {
-			g.log.Warn("rank dropped: its host or key takes the most of the registry, and another rank needs room"+note, zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Int("bytes", n.bytes))
+			g.log.Warn("rank dropped: its host or key has the most ranks or the largest, and another rank needs room"+note, zap.String("agent", n.agent.ID), zap.String("engine_id", n.entry.EngineID), zap.Int("bytes", n.bytes))
 		})
 		g.drop(victim, n)
 		if err := g.host.Unhost(ctx, n.agent); err != nil {

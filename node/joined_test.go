@@ -160,6 +160,67 @@ func TestJoinThatFails(t *testing.T) {
 	}
 }
 
+// TestJoinsIntoAFullTable: a rank that joins takes the place of the ranks that give way to it, so it needs none of the table's. If it does not
+// come in, none gives way. A rank that gives way for its place in the table leaves the registry too.
+func TestJoinsIntoAFullTable(t *testing.T) {
+	a, _ := agentWithoutBus(t)
+	const ranks = 1000
+	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, ranks, 1
+	host, table := &countingHost{}, &bootstrap.Table{}
+	g := newJoinedRanks(&a.cfg, zap.NewNop(), &rankListing{table, func() string { return "http://127.0.0.1:1" }}, host)
+	defer g.close()
+	n := 1
+	for ; joinAs(t, g, "greedy", ranks, n, 1<<20) == nil; n++ {
+	}
+	listed := 0
+	for _, ofTP := range table.Query()[0].WorkerAddr {
+		listed += len(ofTP)
+	}
+	fill := func(account string, pp int) bool {
+		_, err := table.Join(bootstrap.Registration{EngineID: "other", DPRank: 1, PPRank: pp, Addr: "a"}, account, nil)
+		return err == nil
+	}
+	for ; listed < bootstrap.MaxEntries-1; listed++ {
+		if !fill(fmt.Sprint("other ", listed%8), listed) {
+			t.Fatal("the table is full too early")
+		}
+	}
+	at := bootstrap.Registration{EngineID: "e", TPRank: n, Addr: "elsewhere"}
+	if _, err := table.Join(at, "other", nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := joinAs(t, g, "newcomer", ranks, n, 1<<20); err == nil || len(g.ranks) != n-1 || len(host.unhosted) != 1 {
+		t.Errorf("at a place that is taken: %v, %d of %d ranks are there, %v are out of the registry", err, len(g.ranks), n-1, host.unhosted)
+	}
+	host.unhosted = nil
+	if err := joinAs(t, g, "newcomer", ranks, n+1, 1<<20); err != nil || len(g.ranks) != n-1 || len(host.unhosted) != 1 {
+		t.Errorf("beside a full table: %v, %d of %d ranks are there, %v are out of the registry", err, len(g.ranks), n-1, host.unhosted)
+	}
+}
+
+// TestTableOfJoinedRanks: ranks of one account that fill the table have some give way to another account's, and those leave the registry.
+func TestTableOfJoinedRanks(t *testing.T) {
+	a, _ := agentWithoutBus(t)
+	const ranks = 512
+	a.cfg.EngineID, a.cfg.DPSize, a.cfg.TPSize, a.cfg.PPSize = "e", 1, ranks, 1
+	host, table := &countingHost{}, &bootstrap.Table{}
+	g := newJoinedRanks(&a.cfg, zap.NewNop(), &rankListing{table, func() string { return "http://127.0.0.1:1" }}, host)
+	defer g.close()
+	for tp := 1; tp < ranks-1; tp++ {
+		if err := joinAs(t, g, "greedy", ranks, tp, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range bootstrap.MaxEntries - (ranks - 2) {
+		if _, err := table.Join(bootstrap.Registration{EngineID: "other", DPRank: 1, PPRank: i, Addr: "a"}, fmt.Sprint("other ", i%8), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := joinAs(t, g, "newcomer", ranks, ranks-1, 0); err != nil || len(host.unhosted) != 1 || host.unhosted[0] != fmt.Sprint("r", ranks-2) || g.ranks[rankPlace{0, ranks - 2, 0}] != nil || g.shares.Holders() != ranks-2 {
+		t.Errorf("another account's: %v, %v are out of the registry, %d of %d ranks count", err, host.unhosted, g.shares.Holders(), len(g.ranks))
+	}
+}
+
 // countingHost notes whose registrations were withdrawn.
 type countingHost struct {
 	fakeHost

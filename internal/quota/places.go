@@ -112,6 +112,14 @@ func (p *Places[O, H]) Remove(holder H) {
 	}
 }
 
+// First is the oldest holder of all; false if nobody holds a place.
+func (p *Places[O, H]) First() (holder H, ok bool) {
+	if p.all.first == nil {
+		return holder, false
+	}
+	return p.all.first.holder, true
+}
+
 // Oldest is the oldest holder of the owner that has the most; false if nobody holds a place.
 func (p *Places[O, H]) Oldest() (holder H, ok bool) {
 	if len(p.most) == 0 {
@@ -156,7 +164,7 @@ func (p *Places[O, H]) Of(owner O) int64 {
 // Has says whether a holder has a place.
 func (p *Places[O, H]) Has(holder H) bool { return p.at[holder] != nil }
 
-// All are the holders with their owners, the oldest first. Each may be removed when it comes.
+// All are the holders with their owners, the oldest first.
 func (p *Places[O, H]) All() iter.Seq2[H, O] {
 	return func(yield func(H, O) bool) {
 		for e := p.all.first; e != nil; {

@@ -127,6 +127,9 @@ func TestPlacesOfMany(t *testing.T) {
 		if h, ok := p.OldestOf(owner); h != own.holder || ok != (own.weight > 0) {
 			t.Fatalf("step %d: the oldest of %d is %d, %v; want %d", step, owner, h, ok, own.holder)
 		}
+		if h, ok := p.First(); ok != (len(model) > 0) || ok && h != model[0].holder {
+			t.Fatalf("step %d: the oldest is %d, %v", step, h, ok)
+		}
 		i := 0
 		for h, o := range p.All() {
 			if m := model[i]; m.holder != h || m.owner != o || !p.Has(h) {

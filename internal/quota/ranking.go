@@ -7,7 +7,8 @@ import (
 
 // Ranking is who holds how much of something that has a limit for all together, and who gives way so that somebody may have more.
 // An owner is what costs something to be: a proven key, or an address. Its holders cost it nothing: they are its connections, or its
-// agents. So an owner counts with all that its holders have: many that hold little are one that holds much.
+// agents. So an owner counts with all that its holders have: many that hold little are one that holds much. What a holder has that gives way
+// already is on its way back, and counts for nobody.
 //
 // The owner that holds the most gives way, and of its holders the one that holds the most. None gives way to one that would then hold as
 // much or more. A Ranking has no lock and no limit: these are its user's.
@@ -28,16 +29,21 @@ func (r *Ranking[O, H]) Add(owner O, holder H, n int64) {
 	o := r.owner(owner)
 	h := o.in.get(holder)
 	h.weight += n
-	o.weight += n
+	if !h.ending {
+		o.weight += n
+	}
 	o.in.fix(h)
 	r.fix(o)
 }
 
-// End says that a holder gives way already, and is not asked again. What it holds is its owner's until Remove.
+// End says that a holder gives way already, and is not asked again. What it holds does not count any more.
 func (r *Ranking[O, H]) End(owner O, holder H) {
 	o := r.owner(owner)
 	h := o.in.get(holder)
-	h.ending = true
+	if !h.ending {
+		h.ending = true
+		o.weight -= h.weight
+	}
 	o.in.fix(h)
 	r.fix(o)
 }
@@ -52,7 +58,9 @@ func (r *Ranking[O, H]) Remove(owner O, holder H) {
 	if h == nil {
 		return
 	}
-	o.weight -= h.weight
+	if !h.ending {
+		o.weight -= h.weight
+	}
 	if o.in.remove(h); len(o.in.list) == 0 {
 		r.owners.remove(o)
 		return

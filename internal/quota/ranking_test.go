@@ -50,7 +50,7 @@ func TestManySmallHolders(t *testing.T) {
 	}
 }
 
-// TestEnding: who gives way already is not asked again, and what it holds is its owner's until it is gone.
+// TestEnding: who gives way already is not asked again, and what it holds counts for nobody.
 func TestEnding(t *testing.T) {
 	r := NewRanking[string](strings.Compare)
 	r.Add("a", "a1", 6)
@@ -60,11 +60,18 @@ func TestEnding(t *testing.T) {
 	if n := r.Holders(); n != 3 {
 		t.Errorf("%d holders are known", n)
 	}
-	gives(t, r, "b", "b1", 1, "a2") // a has 8
+	gives(t, r, "b", "b1", 1, "") // a has 2
+	gives(t, r, "c", "c1", 4, "b1")
+	gives(t, r, "c", "c1", 5, "")
+	gives(t, r, "a", "a3", 2, "b1")
 	r.Add("a", "a1", 1)
+	r.End("a", "a1")
+	gives(t, r, "a", "a3", 2, "b1")
+	gives(t, r, "a", "a3", 3, "")
 	r.End("a", "a2")
 	gives(t, r, "c", "c1", 1, "b1") // nobody else can
-	gives(t, r, "a", "a3", 1, "")   // a has the most
+	gives(t, r, "a", "a3", 4, "b1")
+	gives(t, r, "a", "a3", 5, "")
 	r.Add("a", "a1", -7)
 	r.Add("a", "a1", 7)
 	gives(t, r, "b", "b1", 1, "")
@@ -116,7 +123,9 @@ func TestRankingOfMany(t *testing.T) {
 		}
 		sum := func(owner int) (n int64) {
 			for _, h := range model[owner] {
-				n += h.n
+				if !h.ending {
+					n += h.n
+				}
 			}
 			return n
 		}
