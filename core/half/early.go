@@ -68,7 +68,7 @@ func (h *Set) trimEarly(now time.Time) {
 			h.yield()
 			return
 		}
-		h.giveWay(now, scarce.accounts.most().outermost((*list.List).Back))
+		h.giveWay(now, scarce.most().outermost((*list.List).Back))
 	}
 }
 

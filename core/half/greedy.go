@@ -2,11 +2,11 @@ package half
 
 import (
 	"cmp"
-	"container/heap"
 	"container/list"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/quota"
 )
 
 // Party is a D agent, with its account.
@@ -21,27 +21,18 @@ func partyOf(account core.Account, agent core.AgentID) Party {
 
 // greedy counts how much each peer holds of something that is limited for all peers together. If the limit is reached, the account
 // that holds the most gives way, and within that account the agent that holds the most.
-type greedy struct{ accounts ranking }
-
-func newGreedy() greedy { return greedy{newRanking()} }
-
-// ranking keeps the holders by name, and finds the one that holds the most.
-type ranking struct {
-	byName map[string]*holding
-	order  holdings
+type greedy struct {
+	held *quota.Ranking[core.Account, Party]
+	by   map[Party]*stakes
 }
 
-func newRanking() ranking { return ranking{byName: map[string]*holding{}} }
-
-// holding is what an account holds, or what one agent of an account holds.
-type holding struct {
-	name   string
-	weight int
-	at     int     // its index in the ranking's order
-	agents ranking // if it is an account's: those of its agents
-	// If it is an agent's: the agent's stakes that are not firm, and those that are, each in the order in which they came.
-	soft, firm list.List
+func newGreedy() greedy {
+	byAgent := func(a, b Party) int { return cmp.Compare(a.agent, b.agent) }
+	return greedy{quota.NewRanking[core.Account](byAgent), map[Party]*stakes{}}
 }
+
+// stakes are an agent's: those that are not firm, and those that are, each in the order in which they came.
+type stakes struct{ soft, firm list.List }
 
 // stake is what an agent holds for one transfer, for all shares of the transfer together.
 type stake struct {
@@ -52,72 +43,44 @@ type stake struct {
 	el     *list.Element
 }
 
-func (r *ranking) of(name string) int {
-	if h := r.byName[name]; h != nil {
-		return h.weight
-	}
-	return 0
-}
-
-// most is the holder with the greatest weight; nil if there is no holder.
-func (r *ranking) most() *holding {
-	if len(r.order) == 0 {
-		return nil
-	}
-	return r.order[0]
-}
-
-// weigh adds to a holder's weight; more may be negative. A holder without weight is forgotten.
-func (r *ranking) weigh(name string, more int) *holding {
-	h := r.byName[name]
-	if h == nil {
-		h = &holding{name: name, agents: newRanking()}
-		r.byName[name] = h
-		heap.Push(&r.order, h)
-	}
-	if h.weight += more; h.weight == 0 {
-		delete(r.byName, name)
-		heap.Remove(&r.order, h.at)
-		return h
-	}
-	heap.Fix(&r.order, h.at)
-	return h
-}
-
-// weigh adds to what a party holds, and returns the holding of its agent; more may be negative.
-func (g *greedy) weigh(who Party, more int) *holding {
-	return g.accounts.weigh(string(who.account), more).agents.weigh(string(who.agent), more)
-}
-
 // add counts a transfer that weighs so much. Its weight is positive.
 func (g *greedy) add(who Party, id ID, weight int) *stake {
+	of := g.by[who]
+	if of == nil {
+		of = &stakes{}
+		g.by[who] = of
+	}
 	s := &stake{id: id, who: who, weight: weight}
-	s.el = g.weigh(who, weight).soft.PushBack(s)
+	s.el = of.soft.PushBack(s)
+	g.held.Add(who.account, who, int64(weight))
 	return s
 }
 
-// change adds to the weight of a stake, which keeps its place in the order. A stake without weight is removed.
+// change adds to the weight of a stake, which keeps its place in the order. A stake without weight is removed, and an agent without
+// stakes is forgotten.
 func (g *greedy) change(s *stake, more int) {
-	agent := g.weigh(s.who, more)
-	if s.weight += more; s.weight == 0 {
-		s.of(agent).Remove(s.el)
+	g.held.Add(s.who.account, s.who, int64(more))
+	if s.weight += more; s.weight > 0 {
+		return
+	}
+	of := g.by[s.who]
+	if s.firm {
+		of.firm.Remove(s.el)
+	} else {
+		of.soft.Remove(s.el)
+	}
+	if of.soft.Len()+of.firm.Len() == 0 {
+		delete(g.by, s.who)
+		g.held.Remove(s.who.account, s.who)
 	}
 }
 
 func (g *greedy) harden(s *stake) {
-	if s.firm {
-		return
+	if !s.firm {
+		of := g.by[s.who]
+		of.soft.Remove(s.el)
+		s.firm, s.el = true, of.firm.PushBack(s)
 	}
-	agent := g.accounts.byName[string(s.who.account)].agents.byName[string(s.who.agent)]
-	agent.soft.Remove(s.el)
-	s.firm, s.el = true, agent.firm.PushBack(s)
-}
-
-func (s *stake) of(agent *holding) *list.List {
-	if s.firm {
-		return &agent.firm
-	}
-	return &agent.soft
 }
 
 // gives returns the stake that must give way if a party is to hold so much more. It is the newest stake of the agent that holds the
@@ -125,46 +88,19 @@ func (s *stake) of(agent *holding) *list.List {
 // the party's own account gives way, provided that another of its agents holds more than the party's agent would then hold. nil: the
 // party gets nothing more.
 func (g *greedy) gives(who Party, more int) *stake {
-	most := g.accounts.most()
-	if most == nil {
-		return nil
+	if victim, ok := g.held.Gives(who.account, who, int64(more)); ok {
+		return g.by[victim].outermost((*list.List).Back)
 	}
-	if most.weight <= g.accounts.of(string(who.account))+more {
-		most = g.accounts.byName[string(who.account)]
-		if most == nil || most.agents.most().weight <= most.agents.of(string(who.agent))+more {
-			return nil
-		}
-	}
-	return most.outermost((*list.List).Back)
+	return nil
 }
 
-// outermost is the newest (Back) or oldest (Front) stake of the agent that holds the most of an account. If the agent has stakes
-// that are not firm, it is one of these.
-func (h *holding) outermost(of func(*list.List) *list.Element) *stake {
-	agent := h.agents.most()
-	return cmp.Or(of(&agent.soft), of(&agent.firm)).Value.(*stake)
+// most are the stakes of the agent that holds the most, within the account that holds the most. Somebody holds something.
+func (g *greedy) most() *stakes {
+	who, _ := g.held.Most()
+	return g.by[who]
 }
 
-// holdings are a heap with the greatest weight on top. Of equal ones the first by name is on top,
-// so that a run can be repeated.
-type holdings []*holding
-
-func (o holdings) Len() int { return len(o) }
-func (o holdings) Less(i, j int) bool {
-	return o[i].weight > o[j].weight || o[i].weight == o[j].weight && o[i].name < o[j].name
-}
-func (o holdings) Swap(i, j int) {
-	o[i], o[j] = o[j], o[i]
-	o[i].at, o[j].at = i, j
-}
-func (o *holdings) Push(x any) {
-	h := x.(*holding)
-	h.at = len(*o)
-	*o = append(*o, h)
-}
-func (o *holdings) Pop() any {
-	last := (*o)[len(*o)-1]
-	(*o)[len(*o)-1] = nil
-	*o = (*o)[:len(*o)-1]
-	return last
+// outermost is the newest (Back) or oldest (Front) stake. If there are stakes that are not firm, it is one of these.
+func (of *stakes) outermost(end func(*list.List) *list.Element) *stake {
+	return cmp.Or(end(&of.soft), end(&of.firm)).Value.(*stake)
 }

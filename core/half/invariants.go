@@ -129,21 +129,19 @@ func (h *Set) checkEarly() {
 
 // check checks that each weight is the sum of its parts, and calls f for each stake.
 func (g *greedy) check(f func(s *stake)) {
-	for name, a := range g.accounts.byName {
-		all := 0
-		for agent, h := range a.agents.byName {
-			held := 0
-			for _, l := range []*list.List{&h.soft, &h.firm} {
-				for el := l.Front(); el != nil; el = el.Next() {
-					s := el.Value.(*stake)
-					invariants.Must(s.who == Party{core.Account(name), core.AgentID(agent)} && s.weight > 0 && s.el == el && s.firm == (l == &h.firm), "%q of %v has %d, and is with %q of %q", s.id, s.who, s.weight, agent, name)
-					held += s.weight
-					f(s)
-				}
+	for who, of := range g.by {
+		held := 0
+		for _, l := range []*list.List{&of.soft, &of.firm} {
+			for el := l.Front(); el != nil; el = el.Next() {
+				s := el.Value.(*stake)
+				invariants.Must(s.who == who && s.weight > 0 && s.el == el && s.firm == (l == &of.firm), "%q of %v has %d, and is with %v", s.id, s.who, s.weight, who)
+				held += s.weight
+				f(s)
 			}
-			invariants.Must(h.weight == held && h.weight <= a.agents.most().weight, "%q has %d, counted %d", agent, held, h.weight)
-			all += held
 		}
-		invariants.Must(a.weight == all && a.weight <= g.accounts.most().weight, "account %q has %d, counted %d", name, all, a.weight)
+		n := g.held.Of(who.account, who)
+		invariants.Must(held > 0 && n == int64(held), "%v has %d, counted %d", who, held, n)
 	}
+	n := g.held.Holders()
+	invariants.Must(n == len(g.by), "%d agents have something, counted %d", len(g.by), n)
 }

@@ -64,7 +64,7 @@ func (t *Tombstones) addWord(from Party, id ID, end Tombstone) {
 		t.dropWord(id)
 		t.words[id] = word{end, t.of.add(from, id, 1)}
 		if len(t.words) > t.own.limit {
-			t.dropWord(t.of.accounts.most().outermost((*list.List).Front).id)
+			t.dropWord(t.of.most().outermost((*list.List).Front).id)
 		}
 	}
 }

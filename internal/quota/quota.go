@@ -1,10 +1,7 @@
 // Package quota says who gives up a place when all are taken. It is not who comes last, but who has the most.
 package quota
 
-import (
-	"net"
-	"net/netip"
-)
+import "net/netip"
 
 // Counts are how many places each address has. Identities cost nothing to make, addresses do.
 type Counts = CountsOf[netip.Prefix]
@@ -28,9 +25,9 @@ func (c CountsOf[O]) Over(than O) (most int, over bool) {
 	return most, most > c[than]+1
 }
 
-// AddressOf is what a connection's other end counts under; see Of.
-func AddressOf(a net.Addr) netip.Prefix {
-	if tcp, ok := a.(*net.TCPAddr); ok {
+// AddressOf is what a connection's other end counts under, if that is a *net.TCPAddr; see Of.
+func AddressOf(a any) netip.Prefix {
+	if tcp, ok := a.(interface{ AddrPort() netip.AddrPort }); ok {
 		return Of(tcp.AddrPort().Addr())
 	}
 	return netip.Prefix{}

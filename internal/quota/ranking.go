@@ -77,19 +77,32 @@ func (r *Ranking[O, H]) Gives(owner O, holder H, more int64) (victim H, ok bool)
 		has = own.weight
 	}
 	if most := r.owners.first(); most != nil && most.weight > has+more {
-		return most.in.first().key, true
+		return r.Most()
 	}
 	if own == nil {
 		return victim, false
 	}
-	has = 0
-	if h := own.in.by[holder]; h != nil {
-		has = h.weight
-	}
-	if most := own.in.first(); most != nil && most.weight > has+more {
+	if most := own.in.first(); most != nil && most.weight > r.Of(owner, holder)+more {
 		return most.key, true
 	}
 	return victim, false
+}
+
+// Most is who gives way if nobody is to have more. False: nobody is left.
+func (r *Ranking[O, H]) Most() (holder H, ok bool) {
+	most := r.owners.first()
+	if most == nil {
+		return holder, false
+	}
+	return most.in.first().key, true
+}
+
+// Of is how much an owner's holder has.
+func (r *Ranking[O, H]) Of(owner O, holder H) int64 {
+	if o := r.owners.by[owner]; o != nil && o.in.by[holder] != nil {
+		return o.in.by[holder].weight
+	}
+	return 0
 }
 
 // Holders is how many are known.

@@ -154,6 +154,22 @@ func TestRankingOfMany(t *testing.T) {
 				want, wantOK = k, true
 			}
 		}
+		mostOf, mostOK, of := 0, false, int64(-1)
+		for o := range 4 {
+			if k, h := largest(o); h != nil && sum(o) > of {
+				mostOf, mostOK, of = k, true, sum(o)
+			}
+		}
+		if got, ok := r.Most(); got != mostOf || ok != mostOK {
+			t.Fatalf("step %d: %d, %v has the most; want %d, %v", step, got, ok, mostOf, mostOK)
+		}
+		var own int64
+		if h := model[asks][who]; h != nil {
+			own = h.n
+		}
+		if got := r.Of(asks, who); got != own {
+			t.Fatalf("step %d: %d has %d, want %d", step, who, got, own)
+		}
 		if got, ok := r.Gives(asks, who, more); got != want || ok != wantOK {
 			t.Fatalf("step %d: %d, %v; want %d, %v", step, got, ok, want, wantOK)
 		}
