@@ -73,6 +73,9 @@ var defects = []faulttest.Defect{
 	{"bus-bytes-by-connection", "TestSmallHolders"},
 	// Nobody is ended for bytes that are on their way back.
 	{"bus-ending-counts", "TestBudget"},
+	{"bus-ending-ends-others", "TestEndedForAnother"},
+	{"bus-ending-unbounded", "TestEndedForAnother"},
+	{"bus-ending-unbounded", "TestBudget"},
 	// The agents that one makes share what one gets.
 	{"bus-agents-are-accounts", "TestAccounts"},
 	// Long requests of one agent hold up no short ones of others.
