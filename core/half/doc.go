@@ -13,11 +13,12 @@
 //
 // The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases, "-" where
 // there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which the row goes. An
-// event may take a half through several rows, one after the other. What has no row changes nothing and wants nothing. Among the actions,
+// event may take a half through several rows, one after the other. What has no row leaves a half in its state and wants nothing. It may change what
+// a later guard asks for: which D an offer has, with its load or claim, and until when. Among the actions,
 // Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when
 // its fence has returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was
-// found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, answers, and the Forget
-// of PeerGone are of no row.
+// found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, Report, answers, and the
+// Forget of PeerGone are of no row.
 //
 // TestSim and TestTranscripts hold the machine to the tables.
 // core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.

@@ -127,8 +127,11 @@ func (h *Set) checkEarly() {
 	invariants.Must(words == len(h.Ended.words) && words <= h.Ended.own.limit, "%d words, counted %d", len(h.Ended.words), words)
 }
 
-// check checks that each weight is the sum of its parts, and calls f for each stake.
+// check checks that each weight is the sum of its parts, and that none is above who gives way first, and calls f for each stake.
 func (g *greedy) check(f func(s *stake)) {
+	first, _ := g.held.Most()
+	most, _ := g.held.Held(first.account)
+	accounts := map[core.Account]int64{}
 	for who, of := range g.by {
 		held := 0
 		for _, l := range []*list.List{&of.soft, &of.firm} {
@@ -141,6 +144,12 @@ func (g *greedy) check(f func(s *stake)) {
 		}
 		n := g.held.Of(who.account, who)
 		invariants.Must(held > 0 && n == int64(held), "%v has %d, counted %d", who, held, n)
+		invariants.Must(who.account != first.account || n <= g.held.Of(first.account, first), "%v has %d, and %v gives way", who, n, first)
+		accounts[who.account] += n
+	}
+	for account, sum := range accounts {
+		n, ending := g.held.Held(account)
+		invariants.Must(n == sum && ending == 0 && n <= most, "account %q has %d, counted %d and %d; %q, which gives way, has %d", account, sum, n, ending, first.account, most)
 	}
 	n := g.held.Holders()
 	invariants.Must(n == len(g.by), "%d agents have something, counted %d", len(g.by), n)
