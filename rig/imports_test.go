@@ -76,16 +76,18 @@ func TestImportsPointOneWay(t *testing.T) {
 	}
 }
 
-// ofValues are the packages of which kv, core (with core/half and core/machine) and wire are made, which compute with values only. What is not in the list is a decision: each
+// ofValues are the packages of which kv, core (with core/half and core/machine), wire and internal/quota are made, which compute with values only. What is not in the list is a decision: each
 // further package may bring I/O, a goroutine, a lock or a clock into what decides.
-var ofValues = []string{"cmp", "container/list", "context", "crypto/sha256", "errors", "fmt", "iter", "maps", "math", "math/bits",
-	"reflect", "slices", "strconv", "strings", "time", "unsafe", "github.com/tinylib/msgp/msgp",
+var ofValues = []string{"cmp", "container/heap", "container/list", "context", "crypto/sha256", "errors", "fmt", "iter", "maps", "math", "math/bits",
+	"net/netip", "reflect", "slices", "strconv", "strings", "time", "unsafe", "github.com/tinylib/msgp/msgp",
 	module + "internal/fault", module + "internal/invariants", module + "internal/quota", module + "kv", module + "wire", module + "core", module + "core/half"}
 
 // onlyOf says which of them may have one of them, if not all may.
 var onlyOf = map[string][]string{
+	"container/heap":               {"internal/quota"},
 	"context":                      {"core"},                              // in the interfaces of who moves bytes and messages
 	"crypto/sha256":                {"core/half"},                         // digests of grants
+	"net/netip":                    {"internal/quota"},                    // an address that holds something
 	"time":                         {"core", "core/half", "core/machine"}, // their user tells the time
 	"github.com/tinylib/msgp/msgp": {"wire"},
 	module + "core":                {"core/half", "core/machine"},
@@ -93,12 +95,12 @@ var onlyOf = map[string][]string{
 	module + "internal/quota":      {"core/half"}, // counts, without a lock
 }
 
-// TestDecidesWithoutTheWorld: kv, core and wire do no I/O, and kv and core have no goroutine, lock or clock. core has times: its user tells them.
+// TestDecidesWithoutTheWorld: kv, core, wire and internal/quota do no I/O, and have no goroutine, lock or clock. core has times: its user tells them.
 func TestDecidesWithoutTheWorld(t *testing.T) {
 	files, used := 0, map[string]bool{}
 	for name, f := range productFiles(t, parser.SkipObjectResolution) {
 		folder := path.Dir(name)
-		if !slices.Contains([]string{"kv", "core", "core/half", "core/machine", "wire"}, folder) {
+		if !slices.Contains([]string{"kv", "core", "core/half", "core/machine", "wire", "internal/quota"}, folder) {
 			continue
 		}
 		files++
@@ -123,7 +125,7 @@ func TestDecidesWithoutTheWorld(t *testing.T) {
 		})
 	}
 	if files < 50 {
-		t.Errorf("kv, core and wire have %d files", files)
+		t.Errorf("kv, core, wire and internal/quota have %d files", files)
 	}
 	for _, of := range ofValues {
 		if !used[of] {
