@@ -163,6 +163,9 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	return s, nil
 }
 
+// ProvesRanks says whether all ranks that join this server have proved a secret.
+func (s *Server) ProvesRanks() bool { return s.authenticator.provesRanks() }
+
 // Close ends every connection and the server, and waits until they have ended,
 // at most ten seconds.
 func (s *Server) Close() error {

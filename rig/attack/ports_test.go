@@ -212,7 +212,7 @@ func TestDataConnections(t *testing.T) {
 // TestTableOfRanks: where there is no token a stranger fills the table of ranks with the longest names, and reads what the port says of it
 // slowly, while it changes the table. An honest rank was refused, and 4.1 GiB were held. Now the rank gets in, and little is held.
 func TestTableOfRanks(t *testing.T) {
-	const places = 1024
+	const places, told = 1024, 896 // as many may come by POST /register
 	p := start(t, map[string]any{"role": "prefill"})
 	d := start(t, map[string]any{"role": "decode"})
 	calm := before(t, p, d)
@@ -237,7 +237,7 @@ func TestTableOfRanks(t *testing.T) {
 			in++
 		}
 	}
-	if in < places-1 || register(rogue, "one more", places+1, "a") == http.StatusOK {
+	if in < told || register(rogue, "one more", places+1, "a") == http.StatusOK {
 		t.Errorf("%d ranks of a stranger are in the table of %d: the attack itself has failed", in, places)
 	}
 	for i := range 40 {
