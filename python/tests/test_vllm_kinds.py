@@ -45,6 +45,10 @@ def spec(name: str, **more: Any) -> Any:
     return kind(**fields)
 
 
+def mamba() -> Any:
+    return specs.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
 def grouped(one: Any) -> Any:
     return specs.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[specs.KVCacheGroupSpec(["layer.7"], one)])
 
@@ -111,6 +115,16 @@ def test_pool_of_the_host_is_refused() -> None:
     config.kv_cache_groups[0].host_resident = True
     with pytest.raises(ValueError, match="FullAttentionSpec in a pool of the host"):
         make_groups(config)
+
+
+def test_states_beside_a_pool_of_the_host_are_refused() -> None:
+    config, state = grouped(spec("FullAttentionSpec")), grouped(mamba())
+    config.kv_cache_groups[0].host_resident = True
+    config.kv_cache_groups.extend(state.kv_cache_groups)
+    with pytest.raises(ValueError, match="a KV cache of MambaSpec beside a pool of the host"):
+        make_groups(config, loads_only=True)
+    config.kv_cache_groups[0].host_resident = False
+    assert [group.state for group in make_groups(config, loads_only=True)] == [False, True]
 
 
 def test_what_is_carried_is_not_refused() -> None:
