@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 
 import torch
 import vllm.v1
+from state_sides import short_conv
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST, KVCacheSpecRegistry
 
@@ -43,10 +44,6 @@ def spec(name: str, **more: Any) -> Any:
     kind = getattr(specs, name)
     fields = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16, **more}
     return kind(**fields)
-
-
-def mamba() -> Any:
-    return specs.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
 def grouped(one: Any) -> Any:
@@ -118,7 +115,7 @@ def test_pool_of_the_host_is_refused() -> None:
 
 
 def test_states_beside_a_pool_of_the_host_are_refused() -> None:
-    config, state = grouped(spec("FullAttentionSpec")), grouped(mamba())
+    config, state = grouped(spec("FullAttentionSpec")), grouped(short_conv(align=True))
     config.kv_cache_groups[0].host_resident = True
     config.kv_cache_groups.extend(state.kv_cache_groups)
     with pytest.raises(ValueError, match="a KV cache of MambaSpec beside a pool of the host"):
