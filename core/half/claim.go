@@ -50,48 +50,10 @@ type claim struct {
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
-// asked is what a load takes over from its claim, beside the load's own seq and token. By itself it is a farewell: it keeps an end
-// that P must hear of, while D is still looking P up.
-type asked struct {
-	id     ID
-	seq    uint64
-	from   core.Target
-	rank   bool // from is one rank of an engine, which D loads from beside others
-	token  uint64
-	since  time.Time    // the engine's first word of it: its claim, if there was one
-	end    Ending       // how it ended or is ending; a claim has it in claimVoid, or when it was lost
-	peer   core.AgentID // the P agent that it is with; "" while P is looked up
-	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
-	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
-	nameBy time.Time    // if the agent opened after the request: its engine must name the request by then; else zero
-}
-
-func (a *asked) withRank() bool { return a.rank }
-
-func (a *asked) lookUp(fresh bool) core.Resolve {
-	return core.Resolve{ID: core.TransferID(a.id), Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
-}
-
 // Ending is how a half ends.
 type Ending struct {
 	Code   core.Code
 	Reason string
-}
-
-// replaced is called when the agent at hand may have taken another's place. It says why this agent
-// cannot know the request; "" if it can. younger says that the agent opened after the request was made.
-func (a *asked) replaced(younger bool) string {
-	switch by := a.peer; {
-	case a.keeper != "" && a.keeper != by:
-		return fmt.Sprintf("prefill agent %s was replaced by agent %s, and only %s had the request: send the request again", a.keeper, by, a.keeper)
-	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
-		return fmt.Sprintf("prefill agent %s was replaced by agent %s, which was opened after the request was made: send the request again", a.former, by)
-	}
-	return ""
-}
-
-func (a *asked) noSuccessor() string {
-	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
 }
 
 // Claim begins a claim.

@@ -3,7 +3,7 @@
 //
 // # The states
 //
-// Each half is in one of the states below, which claim.go, farewell.go, load.go and offer.go explain.
+// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain.
 // "-" stands for no half: before its begin and after its end. A row is mostly one call of
 // claimTo, loadTo or offerTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or
 // one of five that an event may bring about: Divided (what was found to have several ranks goes on as one half for

@@ -98,7 +98,7 @@ func (h *Set) awaitedBy(now time.Time, at core.Moment, offer func(*Offer), load 
 
 // loadAfter has a load await the moment from which on its blocks may be written.
 func (h *Set) loadAfter(now time.Time, ld *load, after core.Moment) {
-	if ld.after = after; ld.Count() == 0 {
+	if ld.after = after; after != 0 && ld.Count() == 0 {
 		ld.after = 0 // nothing is written
 	}
 	h.await(now, ld.after, core.SideLoad, ld.id)

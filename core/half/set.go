@@ -104,30 +104,41 @@ func (h *Set) End(answer core.Action) []core.Action {
 	return actions
 }
 
-// halves are all halves of one kind that D has, by their ids. Those that are with one rank of an engine are counted apart.
-type halves[T interface{ withRank() bool }] struct {
-	byID  map[ID]T
-	ranks int
+// outcome is what a half tells who stands above. Only Above knows whether the engine
+// has named the half or the half is a part. Above hears of a half's outcomes after the
+// half's turn and before another half's turn: those of the last turn at the end of the step.
+type outcome struct {
+	claim *claim // one of these three is set
+	load  *load
+	offer *Offer
+	over  bool // the half has ended; else its end has begun
 }
 
-func newHalves[T interface{ withRank() bool }]() halves[T] { return halves[T]{byID: map[ID]T{}} }
-
-func (h *halves[T]) put(id ID, v T) {
-	if _, there := h.byID[id]; !there && v.withRank() {
-		h.ranks++
+// tell has who stands above hear, with the row that a half has just taken, what has become of the half.
+func (h *Set) tell(half string, id ID, o outcome) {
+	word := "Lost"
+	if o.over {
+		word = "Ended"
 	}
-	h.byID[id] = v
+	h.taken.word(half, id, word)
+	h.outcomes = append(h.outcomes, o)
 }
 
-func (h *halves[T]) drop(id ID) {
-	if v, there := h.byID[id]; there && v.withRank() {
-		h.ranks--
+// Settle takes the outcomes to Above, which may end other halves, whose outcomes follow.
+func (h *Set) Settle(now time.Time) {
+	for i := 0; i < len(h.outcomes); i++ {
+		switch o := h.outcomes[i]; {
+		case o.load != nil:
+			h.above.LoadEnded(now, o.load.report(now), o.over)
+		case o.claim != nil:
+			h.above.ClaimEnded(o.claim.report(now), o.over)
+		default:
+			h.above.OfferEnded(now, o.offer)
+		}
 	}
-	delete(h.byID, id)
+	clear(h.outcomes)
+	h.outcomes = h.outcomes[:0]
 }
-
-// whole is how many of the halves are with a whole engine.
-func (h *halves[T]) whole() int { return len(h.byID) - h.ranks }
 
 // Len is how many halves there are, and what P must still hear of others.
 func (h *Set) Len() int {

@@ -38,16 +38,6 @@ func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	return id, s, checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
 }
 
-func checkID[T ~string](id T) error {
-	if len(id) == 0 || len(id) > core.MaxTransferID {
-		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
-	}
-	if isPart(id) {
-		return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
-	}
-	return nil
-}
-
 func isPart[T ~string](id T) bool { return strings.Contains(string(id), core.PartMark) }
 
 // checkWireID is checkID for what a peer names: an id, or a part of one.

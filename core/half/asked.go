@@ -1,0 +1,116 @@
+package half
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
+)
+
+// asked is what a load takes over from its claim, beside the load's own seq and token. By itself it is a farewell: it keeps an end
+// that P must hear of, while D is still looking P up.
+type asked struct {
+	id     ID
+	seq    uint64
+	from   core.Target
+	rank   bool // from is one rank of an engine, which D loads from beside others
+	token  uint64
+	since  time.Time    // the engine's first word of it: its claim, if there was one
+	end    Ending       // how it ended or is ending; a claim has it in claimVoid, or when it was lost
+	peer   core.AgentID // the P agent that it is with; "" while P is looked up
+	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
+	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
+	nameBy time.Time    // if the agent opened after the request: its engine must name the request by then; else zero
+}
+
+func (a *asked) withRank() bool { return a.rank }
+
+func (a *asked) lookUp(fresh bool) core.Resolve {
+	return core.Resolve{ID: core.TransferID(a.id), Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
+}
+
+// replaced is called when the agent at hand may have taken another's place. It says why this agent
+// cannot know the request; "" if it can. younger says that the agent opened after the request was made.
+func (a *asked) replaced(younger bool) string {
+	switch by := a.peer; {
+	case a.keeper != "" && a.keeper != by:
+		return fmt.Sprintf("prefill agent %s was replaced by agent %s, and only %s had the request: send the request again", a.keeper, by, a.keeper)
+	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
+		return fmt.Sprintf("prefill agent %s was replaced by agent %s, which was opened after the request was made: send the request again", a.former, by)
+	}
+	return ""
+}
+
+func (a *asked) noSuccessor() string {
+	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
+}
+
+// halves are all halves of one kind that D has, by their ids. Those that are with one rank of an engine are counted apart.
+type halves[T interface{ withRank() bool }] struct {
+	byID  map[ID]T
+	ranks int
+}
+
+func newHalves[T interface{ withRank() bool }]() halves[T] { return halves[T]{byID: map[ID]T{}} }
+
+func (h *halves[T]) put(id ID, v T) {
+	if _, there := h.byID[id]; !there && v.withRank() {
+		h.ranks++
+	}
+	h.byID[id] = v
+}
+
+func (h *halves[T]) drop(id ID) {
+	if v, there := h.byID[id]; there && v.withRank() {
+		h.ranks--
+	}
+	delete(h.byID, id)
+}
+
+// whole is how many of the halves are with a whole engine.
+func (h *halves[T]) whole() int { return len(h.byID) - h.ranks }
+
+// farewellState: doc.go has the table of transitions.
+type farewellState uint8
+
+const (
+	farewellNone farewellState = iota // before its begin and after its end
+	farewellKept                      // P is being looked up, to be told
+)
+
+func (s farewellState) String() string { return [...]string{"-", "kept"}[s] }
+
+// farewell keeps an end that P must still be told: the claim or load, half says which, has ended while D was looking P's agent up. It
+// is kept until P is found. A new claim or load of the id voids it, since P then hears of the id by the new one.
+func (h *Set) farewell(half string, a asked, end Ending) {
+	h.taken.word(half, a.id, "Farewell")
+	a.end = end
+	h.farewells.put(a.id, &a)
+	h.taken.row("farewell", a.id, Always, farewellNone, farewellKept, nil)
+}
+
+// endFarewell performs one row of the table that ends a farewell.
+func (h *Set) endFarewell(f *asked, guard Guard, does ...core.Action) {
+	h.farewells.drop(f.id)
+	h.taken.row("farewell", f.id, guard, farewellKept, farewellNone, does)
+	h.actions = append(h.actions, does...)
+}
+
+// voidFarewell ends the farewell of a half that begins anew.
+func (h *Set) voidFarewell(id ID) {
+	if f := h.farewells.byID[id]; f != nil {
+		h.endFarewell(f, Always)
+	}
+}
+
+// voidFarewells ends all: P hears no more of what was being looked up.
+func (h *Set) voidFarewells() {
+	for _, id := range sortedKeys(h.farewells.byID) {
+		h.voidFarewell(id)
+	}
+}
+
+func (f *asked) finish(peer core.AgentID, id core.TransferID) core.Action {
+	return core.SendFinish{Peer: peer, ID: id, Code: f.end.Code, Reason: f.end.Reason}
+}
