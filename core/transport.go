@@ -212,11 +212,11 @@ func (op *WriteOp) Total() uint64 {
 	if op.Bytes > 0 {
 		return op.Bytes
 	}
-	return op.Given()
+	return op.Payload()
 }
 
-// Given is the number of bytes of Pairs, or of Plan.
-func (op *WriteOp) Given() (n uint64) {
+// Payload is the number of bytes of Pairs, or of Plan.
+func (op *WriteOp) Payload() (n uint64) {
 	if op.Plan != nil {
 		return kv.PlanBytes(op.Plan)
 	}

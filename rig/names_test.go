@@ -26,6 +26,7 @@ type replaced struct {
 
 var (
 	bus       = []string{"natsbus"}
+	decisions = []string{"core"}
 	streams   = []string{"tcp"}
 	transfers = []string{"tcp", "rdma", "cuda", "internal/devices"}
 	ours      = []string{"natsbus", "tcp", "rdma", "bootstrap", "cuda", "internal/devices"}
@@ -48,26 +49,32 @@ var names = []replaced{
 	{"endings", "completions", []string{"node"}},
 	{"entrance", "clientHandshake", ours},
 	{"evil", "attacker", ours},
+	{"farewell", "pendingFinish", decisions},
 	{"far", "remote", []string{"rdma/conn.go", "rdma/connect.go"}},
 	{"far", "DeviceMemory", []string{"rig/testdouble/engine"}},
 	{"forgetful", "unknownSession", ours},
 	{"former", "previous", ours},
+	{"former", "previousPeer", decisions},
 	{"gate", "authenticator", ours},
 	{"gate", "limiter", []string{"node"}},
 	{"gift", "writePart", ours},
 	{"giveback", "memrelease", []string{"internal"}},
+	{"given", "inUse, or Payload of a WriteOp", []string{"core", "node/renew.go"}},
 	{"given", "sendRanges", []string{"tcp/send_ranges.go"}},
+	{"given", "positions, offered or released, by what is meant", []string{"rig/coretest/sim"}},
 	{"goodbye", "deregisterTime", []string{"node"}},
 	{"greet", "hello, authenticate or prove, by which side of a handshake it is", ours},
 	{"greeted", "hello", ours},
 	{"greeting", "hello or handshake", ours},
 	{"greets", "hello", ours},
+	{"growth", "pendingBlocks", decisions},
 	{"guest", "joined", bus},
 	{"guest", "joinedRank", []string{"node"}},
 	{"guests", "joinedRanks", []string{"node"}},
 	{"halves", "lockedMachine (the type), machine (fields)", []string{"node"}},
 	{"inlet", "commandFilter", ours},
 	{"intruder", "attacker", ours},
+	{"keeper", "confirmedBy", decisions},
 	{"keeper", "releaser", []string{"internal/memrelease"}},
 	{"landing", "receivePlan", []string{"node"}},
 	{"longs", "longQueue, or long requests", ours},

@@ -236,8 +236,8 @@ func (m *Machine) stepCancel(now time.Time, e core.Cancel) error {
 		return err
 	}
 	end := half.Ending{Code: core.Cancelled, Reason: cmp.Or(e.Reason, "cancelled by the decode engine")}
-	_, _, farewell := m.halves.Decodes(half.ID(e.ID))
-	decodes := slices.Contains([]bool{farewell, m.wasLost(e.ID), // and all that there are end:
+	_, _, pendingFinish := m.halves.Decodes(half.ID(e.ID))
+	decodes := slices.Contains([]bool{pendingFinish, m.wasLost(e.ID), // and all that there are end:
 		m.dropClaim(e.ID, half.Always, end), m.endLoad(now, e.ID, end)}, true)
 	m.halves.Settle(now)
 	if !decodes || m.halfOf(e.ID) != nil {

@@ -90,7 +90,7 @@ func (t *transport) run(op core.WriteOp, w *write) (n uint64, segments int, err 
 	part := part{t: t, w: w, peer: peer, e: e, gate: gate}
 	given, total := uint64(0), op.Total()
 	for {
-		if given += op.Given(); given > total {
+		if given += op.Payload(); given > total {
 			return part.n, segments, fmt.Errorf("mem: transfer %q was given %d bytes of %d", string(op.ID), given, total)
 		}
 		segments += len(op.Pairs)

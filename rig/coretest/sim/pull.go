@@ -200,7 +200,7 @@ func (a *agent) keeps(f *frame, e *arm) {
 
 // taken: D has reported the transfer. Its word may cross P's stop. A D that has read the gate is believed if P had told it of all.
 func (a *agent) taken(wr *write) {
-	told := wr.next == len(wr.given) && len(wr.given) == len(wr.src)
+	told := wr.next == len(wr.positions) && len(wr.positions) == len(wr.src)
 	if wr.kept || a.w.plan.proves && told {
 		wr.err, wr.acked, wr.quiet = nil, true, true
 		a.settle(wr)
