@@ -89,7 +89,7 @@ type frame struct {
 	at     []int // of the transfer's places
 	grant  string
 	holds  []content
-	proved bool          // the gate was open when all was copied
+	proved bool          // the page was valid when all was copied
 	late   time.Duration // how long a cut has held it up
 }
 
