@@ -47,7 +47,7 @@ func (t *transports) renew(m *lockedMachine) error {
 	if err := t.endInUse(m, epoch, changed); err != nil {
 		return err
 	}
-	renewal, err := t.devices.Look()
+	remapping, err := t.devices.Look()
 	if err != nil {
 		t.logLimit.Do(func(note string) { t.log.Warn("the KV caches' memory is not there"+note, zap.Error(err)) })
 	}
@@ -58,7 +58,7 @@ func (t *transports) renew(m *lockedMachine) error {
 		if err := inUse(m.inner, changed); err != nil {
 			return err
 		}
-		if err != nil || !renewal.Take() {
+		if err != nil || !remapping.Take() {
 			return nil
 		}
 		t.changed.Store(false)
