@@ -92,14 +92,14 @@ func (d *dialer) failure() error {
 	return d.err
 }
 
-// abort ends a Dial that is under way and the last connection, without a farewell.
+// abort ends a Dial that is under way and the last connection, without a close_notify.
 func (d *dialer) abort() {
 	d.cancel()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.aborted = true
 	if d.last != nil {
-		_ = d.last.Close() // a second close, or an end without a farewell
+		_ = d.last.Close() // a second close, or an end without a close_notify
 	}
 }
 

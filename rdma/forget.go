@@ -48,7 +48,7 @@ func (m *memory) without() *memory {
 }
 
 // renew registers the GPUs' memory that is there now. If renew fails, the device has none of the GPUs' memory.
-func (d *device) renew(r *registry, exports []*export) error {
+func (d *device) renew(r *agentMemory, exports []*export) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	m := d.memory.Load()

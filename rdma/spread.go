@@ -70,9 +70,9 @@ type writePart struct {
 
 func writePartOf(op *core.WriteOp) writePart {
 	if op.Plan != nil {
-		return writePart{plan: op.Plan, bytes: op.Given(), runs: op.Plan.Pieces()}
+		return writePart{plan: op.Plan, bytes: op.Payload(), runs: op.Plan.Pieces()}
 	}
-	return writePart{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
+	return writePart{pairs: op.Pairs, bytes: op.Payload(), runs: sourceRuns(op.Pairs)}
 }
 
 func (g *writePart) split(weights []float64) []stripeRange {

@@ -78,8 +78,8 @@ func (s *inStream) helloSealed(ticket random, key secret, number int, attempt, r
 		return err
 	case h.kind == frameLeave:
 		return errTicket
-	case h.kind != frameWelcome:
-		return fmt.Errorf("frame of kind %d, want the welcome of an encrypted stream", h.kind)
+	case h.kind != frameHelloReply:
+		return fmt.Errorf("frame of kind %d, want the answer to a sealed hello", h.kind)
 	}
 	k, err := newSeals(ticket, key, &said.of, said.salt, h.key)
 	s.sealed = &unsealer{seals: k}
@@ -89,13 +89,13 @@ func (s *inStream) helloSealed(ticket random, key secret, number int, attempt, r
 // acceptSealed seals an accepted stream. P's answer is sent when the stream runs.
 func (st *outStream) acceptSealed(p *helloProof) (err error) {
 	salt := newRandom()
-	(&header{kind: frameWelcome, key: salt}).encode(&st.first)
+	(&header{kind: frameHelloReply, key: salt}).encode(&st.first)
 	st.sealed, err = newSeals(st.peer.ticket, st.peer.secret, &p.of, p.salt, salt)
 	return err
 }
 
-// sendWelcome sends the first frame that P sends on a sealed stream.
-func (s *sender) sendWelcome(st *outStream) error {
+// sendHelloReply sends the first frame that P sends on a sealed stream.
+func (s *sender) sendHelloReply(st *outStream) error {
 	if st.sealed == nil {
 		return nil
 	}

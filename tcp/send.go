@@ -80,7 +80,7 @@ type outStream struct {
 	source  source
 	sealed  *seals           // nil: the stream is plain
 	sealing sealing          // of the frame that is written
-	first   [headerSize]byte // of a sealed stream: P's welcome
+	first   [headerSize]byte // of a sealed stream: P's answer to the hello
 }
 
 func (s *sender) init(t *Transport) {
@@ -257,7 +257,7 @@ func (s *sender) nacked(p *outPeer, h *header) {
 
 // run writes frames to one stream until it ends.
 func (s *sender) run(st *outStream) {
-	if err := s.sendWelcome(st); err != nil {
+	if err := s.sendHelloReply(st); err != nil {
 		s.streamEnded(st, err)
 		return
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/intervals"
 	"github.com/kvconn/kvconn/internal/stopwatch"
 )
 
@@ -20,7 +20,7 @@ type outbound struct {
 	grant   random
 	peer    *outPeer
 	ranges  sendRanges
-	todo    spans.List      // to send: bytes that no frame has had, and bytes that were lost with a stream
+	todo    intervals.Set   // to send: bytes that no frame has had, and bytes that were lost with a stream
 	left    uint64          // bytes of it
 	total   uint64          // also of the bytes that are not given yet
 	sent    []sentFrame     // on the newest stream of each number

@@ -72,7 +72,7 @@ func (h *Set) claimTo(c *claim, guard Guard, next claimState, does ...core.Actio
 	case next:
 		h.claims.drop(c.id)
 	case c.state:
-		h.voidFarewell(c.id)
+		h.voidPendingFinish(c.id)
 		h.claims.put(c.id, c)
 	}
 	h.taken.row("claim", c.id, guard, c.state, next, does)
@@ -141,11 +141,11 @@ func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answ
 		h.loseClaim(c, whenOver, end)
 	case c != nil:
 		h.claimTo(c, whenKept, claimKept)
-		c.keeper = c.peer
+		c.confirmedBy = c.peer
 	case ld != nil && end.Code != core.OK:
 		h.endLoad(now, ld, whenOver, end, false)
 	case ld != nil:
-		ld.keeper = ld.peer
+		ld.confirmedBy = ld.peer
 	}
 }
 
@@ -160,10 +160,10 @@ func (h *Set) claimPeerGone(now time.Time, c *claim, heard time.Time, absent boo
 			// find and ask an agent.
 			c.replaceBy = later(later(heard, c.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
 		}
-		c.former, c.peer = c.peer, ""
-		h.claimTo(c, Always, claimRelocating, core.Forget{Peer: c.former, Gone: true}, c.lookUp(true))
+		c.previousPeer, c.peer = c.peer, ""
+		h.claimTo(c, Always, claimRelocating, core.Forget{Peer: c.previousPeer, Gone: true}, c.lookUp(true))
 	case c.state == claimAskedAgain && !h.opt.ReportClaims:
-		c.former = c.peer
+		c.previousPeer = c.peer
 		if fault.On("claim-looks-at-once") {
 			c.peer = ""
 			h.claimTo(c, whenRetried, claimRelocating, c.lookUp(true))
@@ -194,7 +194,7 @@ func (h *Set) claimLost(c *claim, guard Guard, next claimState, end Ending, does
 
 func (c *claim) report(now time.Time) core.Report {
 	return core.Report{ID: core.TransferID(c.id), Side: core.SideClaim, Token: c.token, Code: c.end.Code, Reason: c.end.Reason, Elapsed: now.Sub(c.since),
-		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.former), From: c.from}
+		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.previousPeer), From: c.from}
 }
 
 // DropClaim ends a claim, and says whether there was one. If P is known or being looked up, P is told.
@@ -213,7 +213,7 @@ func (h *Set) DropClaim(id ID, guard Guard, end Ending) bool {
 	}
 	h.tell("claim", id, outcome{claim: c, over: true})
 	if was.lookedUp() && end.Code == core.Cancelled {
-		h.farewell("claim", c.asked, end)
+		h.keepFinish("claim", c.asked, end)
 	}
 	h.restPeers()
 	return true

@@ -48,10 +48,10 @@ type Set struct {
 	Count  core.Counters
 
 	// D's half.
-	claims    halves[*claim]
-	loads     halves[*load]
-	farewells halves[*asked]
-	peers     map[core.AgentID]*peer // the P agents that claims and loads wait for
+	claims          halves[*claim]
+	loads           halves[*load]
+	pendingFinishes halves[*asked]
+	peers           map[core.AgentID]*peer // the P agents that claims and loads wait for
 
 	// P's half.
 	offers      map[ID]*Offer
@@ -76,7 +76,7 @@ type Set struct {
 func New(layout *kv.Layout, opt core.Options, above Above) *Set {
 	return &Set{
 		opt: opt, layout: layout, above: above, taken: observer{tell: opt.OnTransition},
-		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*asked](), peers: map[core.AgentID]*peer{},
+		claims: newHalves[*claim](), loads: newHalves[*load](), pendingFinishes: newHalves[*asked](), peers: map[core.AgentID]*peer{},
 		offers: map[ID]*Offer{}, moments: map[core.Moment]*awaited{}, earlyOf: newGreedy(), earlyLoads: newGreedy(), probes: map[core.AgentID]*probe{},
 		Ended: newTombstones(opt.MaxTransfers),
 	}
@@ -142,12 +142,12 @@ func (h *Set) Settle(now time.Time) {
 
 // Len is how many halves there are, and what P must still hear of others.
 func (h *Set) Len() int {
-	return len(h.claims.byID) + len(h.loads.byID) + len(h.farewells.byID) + len(h.offers)
+	return len(h.claims.byID) + len(h.loads.byID) + len(h.pendingFinishes.byID) + len(h.offers)
 }
 
-// Decodes says whether D has a claim or a load of this id, or a farewell: an end that P must still hear of.
-func (h *Set) Decodes(id ID) (claim, load, farewell bool) {
-	return h.claims.byID[id] != nil, h.loads.byID[id] != nil, h.farewells.byID[id] != nil
+// Decodes says whether D has a claim or a load of this id, or a pending finish: an end that P must still hear of.
+func (h *Set) Decodes(id ID) (claim, load, pendingFinish bool) {
+	return h.claims.byID[id] != nil, h.loads.byID[id] != nil, h.pendingFinishes.byID[id] != nil
 }
 
 // Offer is P's half of this id; nil if there is none.
@@ -157,7 +157,7 @@ func (h *Set) Offer(id ID) *Offer { return h.offers[id] }
 func (h *Set) WholeClaims() int { return h.claims.whole() }
 
 // WholeLoads is the number of loads that are with a whole engine, those included that were cancelled and that P must still hear of.
-func (h *Set) WholeLoads() int { return h.loads.whole() + h.farewells.whole() }
+func (h *Set) WholeLoads() int { return h.loads.whole() + h.pendingFinishes.whole() }
 
 // Backed is how many offers P's engine has announced or offered.
 func (h *Set) Backed() int { return len(h.offers) - h.early }
@@ -217,7 +217,7 @@ func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer 
 	for ld := range turns(h, now, h.loads.byID, nil) {
 		load(ld)
 	}
-	h.voidFarewells() // the end of another part may have made some just now
+	h.voidPendingFinishes() // the end of another part may have made some just now
 	h.restPeers()
 	for of := range turns(h, now, h.offers, nil) {
 		offer(of)

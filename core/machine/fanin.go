@@ -78,12 +78,12 @@ func (m *Machine) mayClaim(id core.TransferID) (bool, error) {
 // mayLoad says why a load must not begin. Cancelled loads that P must still hear of have a place too, but one of this
 // id gives its place up. A load without blocks lets go of the transfer: it is never refused because there is no room.
 func (m *Machine) mayLoad(r *core.LoadRequest) error {
-	_, loading, farewell := m.halves.Decodes(half.ID(r.ID))
+	_, loading, pendingFinish := m.halves.Decodes(half.ID(r.ID))
 	if loading || m.fans.loads[r.ID] != nil {
 		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", core.ErrDuplicate, string(r.ID))
 	}
 	n := m.halves.WholeLoads() + len(m.fans.loads)
-	if farewell {
+	if pendingFinish {
 		n--
 	}
 	if n >= m.opt.MaxTransfers && r.Count() > 0 {

@@ -236,8 +236,8 @@ func (m *Machine) stepCancel(now time.Time, e core.Cancel) error {
 		return err
 	}
 	end := half.Ending{Code: core.Cancelled, Reason: cmp.Or(e.Reason, "cancelled by the decode engine")}
-	_, _, farewell := m.halves.Decodes(half.ID(e.ID))
-	decodes := slices.Contains([]bool{farewell, m.wasLost(e.ID), // and all that there are end:
+	_, _, pendingFinish := m.halves.Decodes(half.ID(e.ID))
+	decodes := slices.Contains([]bool{pendingFinish, m.wasLost(e.ID), // and all that there are end:
 		m.dropClaim(e.ID, half.Always, end), m.endLoad(now, e.ID, end)}, true)
 	m.halves.Settle(now)
 	if !decodes || m.halfOf(e.ID) != nil {
@@ -261,7 +261,7 @@ func checkID[T ~string](id T) error {
 	if len(id) == 0 || len(id) > core.MaxTransferID {
 		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
 	}
-	if strings.Contains(string(id), core.PartMark) {
+	if strings.Contains(string(id), core.PartSeparator) {
 		return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
 	}
 	return nil

@@ -20,12 +20,12 @@ const MaxPartID = core.MaxTransferID + 16
 // PartID is the id of a share of a transfer, on the wire and in the transports of
 // both sides.
 func PartID(id core.TransferID, s kv.Share) core.TransferID {
-	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, core.PartMark, s.K, s.Of, s.Source))
+	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, core.PartSeparator, s.K, s.Of, s.Source))
 }
 
 // splitPart is the reverse of PartID; ok says that part is a well formed id of a part.
 func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
-	base, text, found := strings.Cut(string(part), core.PartMark)
+	base, text, found := strings.Cut(string(part), core.PartSeparator)
 	if !found || len(part) > MaxPartID {
 		return "", kv.Share{}, false
 	}
@@ -38,7 +38,7 @@ func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	return id, s, checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
 }
 
-func isPart[T ~string](id T) bool { return strings.Contains(string(id), core.PartMark) }
+func isPart[T ~string](id T) bool { return strings.Contains(string(id), core.PartSeparator) }
 
 // checkWireID is checkID for what a peer names: an id, or a part of one.
 func checkWireID(id core.TransferID) error {

@@ -150,7 +150,7 @@ func TestHTTPConnections(t *testing.T) {
 			s.end()
 			p.peak = max(p.peak, p.mib("VmHWM"))
 			got(t, "the oldest connection of all gave way, an honest one too (read at aa8c3ce1)", "%d connections opened, %s, of newcomers %s, %s",
-				s.opened.Load(), h.beside(t, calm), n.went(t), p.growth(t))
+				s.opened.Load(), h.comparedWith(t, calm), n.went(t), p.growth(t))
 		})
 	}
 }
@@ -204,7 +204,7 @@ func TestDataConnections(t *testing.T) {
 			s.end()
 			p.peak = max(p.peak, p.mib("VmHWM"))
 			got(t, "the oldest connection of all gave way, an honest one too (read at aa8c3ce1)", "%d connections opened, %s, of newcomers %s, %s",
-				s.opened.Load(), h.beside(t, calm), n.went(t), p.growth(t))
+				s.opened.Load(), h.comparedWith(t, calm), n.went(t), p.growth(t))
 		})
 	}
 }
@@ -263,5 +263,5 @@ func TestTableOfRanks(t *testing.T) {
 	}
 	n := newcomers(t, p, "new", 2)
 	p.peak = max(p.peak, p.mib("VmHWM"))
-	got(t, "an honest rank was refused (read at aa8c3ce1)", "it is registered beside %d of a stranger's, %s, of newcomers %s, %s", in, h.beside(t, calm), n.went(t), p.growth(t))
+	got(t, "an honest rank was refused (read at aa8c3ce1)", "it is registered beside %d of a stranger's, %s, of newcomers %s, %s", in, h.comparedWith(t, calm), n.went(t), p.growth(t))
 }

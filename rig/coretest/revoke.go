@@ -28,7 +28,7 @@ func revokeBefore(t *testing.T, f Fixture) {
 func revokeDuring(t *testing.T, f Fixture) {
 	var frozen []byte
 	told := 0
-	inMidst(t, f,
+	midTransfer(t, f,
 		func(p, d *endpoint) {
 			d.revoke("t")
 			frozen = d.snapshot()

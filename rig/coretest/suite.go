@@ -48,7 +48,7 @@ type Fixture struct {
 	// it may be left when its loss is told.
 	Opened func() int
 
-	board *board // of one case
+	hub *signalHub // of one case
 }
 
 func (f Fixture) deviceOf(id core.AgentID) *Device {
@@ -151,7 +151,7 @@ func runCases(t *testing.T, f Fixture, cases []suiteCase) {
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			leaktest.Check(t)
-			f.board = newBoard()
+			f.hub = newSignalHub()
 			c.run(t, f)
 		})
 	}

@@ -6,8 +6,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// trouble plans one fault.
-func (w *world) trouble(prefills []*host) {
+// planFault plans one fault.
+func (w *world) planFault(prefills []*host) {
 	h := w.hosts[w.rnd.IntN(len(w.hosts))]
 	if w.chance(0.4) {
 		h = prefills[w.rnd.IntN(len(prefills))]
