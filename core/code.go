@@ -1,3 +1,6 @@
+// The words that events and actions have in common: how a half ended, which side it is on, what P answers, whose places
+// it takes.
+
 package core
 
 import (

@@ -1,3 +1,5 @@
+// If a claim or load ends while P is being looked up, a farewell keeps the end until P is found and told.
+
 package half
 
 import "github.com/kvconn/kvconn/core"

@@ -1,3 +1,6 @@
+// D loads a transfer into its engine's blocks. From the arming of the transport on, every end but success waits for the
+// fence.
+
 package half
 
 import (

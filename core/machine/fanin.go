@@ -1,3 +1,6 @@
+// D's fan-in: a claim or load of a transfer that several P ranks have. Each part is a
+// claim or load of its own, with one peer. The engine knows only the transfer.
+
 package machine
 
 import (
@@ -8,9 +11,6 @@ import (
 	"github.com/kvconn/kvconn/core/half"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// D's fan-in: a claim or load of a transfer that several P ranks have. Each part is a
-// claim or load of its own, with one peer. The engine knows only the transfer.
 
 // parts has what the fan-ins of claims and of loads have in common.
 type parts struct {

@@ -1,3 +1,8 @@
+// With Options.ReportClaims, if a load of a claim could only fail, the engine gets a Report of
+// SideClaim for the claim, one for all parts. Then the machine forgets the claim. So an engine
+// that queues a request until it has blocks hears earlier that its P is gone. If a LoadRequest
+// follows all the same, it ends as the claim did.
+
 package machine
 
 import (
@@ -5,11 +10,6 @@ import (
 	"github.com/kvconn/kvconn/core/half"
 	"github.com/kvconn/kvconn/internal/invariants"
 )
-
-// With Options.ReportClaims, if a load of a claim could only fail, the engine gets a Report of
-// SideClaim for the claim, one for all parts. Then the machine forgets the claim. So an engine
-// that queues a request until it has blocks hears earlier that its P is gone. If a LoadRequest
-// follows all the same, it ends as the claim did.
 
 // wasLost says whether the newest claim of an id was reported.
 func (m *Machine) wasLost(id core.TransferID) bool { return m.lost.Get(id).Code != core.OK }
