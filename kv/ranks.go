@@ -1,3 +1,5 @@
+// Engines with unequal numbers of ranks share a transfer out: which ranks meet, and who has which part.
+
 package kv
 
 import "fmt"
