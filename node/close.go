@@ -1,3 +1,5 @@
+// Close ends transfers first, then transports, then the control plane, each within its part of close_timeout_s.
+
 package node
 
 import (
