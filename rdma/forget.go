@@ -1,3 +1,6 @@
+// When the GPUs' memory changes, devices, connections and sources forget the old memory and take the new one: see
+// renew.go.
+
 package rdma
 
 import (
