@@ -1,3 +1,5 @@
+// A request takes memory beside its body, and this counts before the request is under way.
+
 package proxy
 
 import (
