@@ -15,8 +15,6 @@ import (
 	defect "github.com/kvconn/kvconn/internal/fault"
 )
 
-// This file has what a device, a connection and a source do when the GPUs' memory changes: see renew.go.
-
 // forget deregisters the GPUs' memory.
 func (d *device) forget(log *zap.Logger) {
 	d.mu.Lock()
