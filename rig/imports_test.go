@@ -5,8 +5,10 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
+	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -128,6 +130,28 @@ func TestDecidesWithoutTheWorld(t *testing.T) {
 	for _, of := range ofValues {
 		if !used[of] {
 			t.Errorf("none of them imports %s: ofValues knows of more than there is", of)
+		}
+	}
+}
+
+// TestPythonRooms: the API in Python knows no engine, and no engine's room knows the other engine.
+func TestPythonRooms(t *testing.T) {
+	imported := regexp.MustCompile(`(?m)^\s*(?:from|import)\s+(?:\.+|kvconn\.)?(vllm|sglang)\b`)
+	for room, engine := range map[string]string{"": "", "vllm": "vllm", "sglang": "sglang"} {
+		files, err := filepath.Glob(filepath.Join("..", "python", "kvconn", room, "*.py"))
+		if err != nil || len(files) < 10 {
+			t.Fatalf("%q has %d files: %v", room, len(files), err)
+		}
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, line := range imported.FindAllSubmatch(text, -1) {
+				if string(line[1]) != engine {
+					t.Errorf("%s has %q", file, line[0])
+				}
+			}
 		}
 	}
 }
