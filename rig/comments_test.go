@@ -7,10 +7,10 @@ import (
 	"testing"
 )
 
-// TestFilesSayTheirIdea: the first comment of a product file says the file's idea, and stands before all declarations: above the package
+// TestFilesSayTheirIdea: the first comment of a file says the file's idea, and stands before all declarations: above the package
 // clause, or at the type or function that comes first. A constant or a variable that comes first says no file's idea.
 func TestFilesSayTheirIdea(t *testing.T) {
-	for name, f := range productFiles(t, parser.ParseComments|parser.SkipObjectResolution) {
+	for name, f := range goFiles(t, parser.ParseComments|parser.SkipObjectResolution) {
 		if !ast.IsGenerated(f) && !saysIdea(f) {
 			t.Errorf("%s: its first comment must say its idea, above the package clause: see CONTRIBUTING.md", name)
 		}
