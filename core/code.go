@@ -1,5 +1,5 @@
-// The words that events and actions have in common: how a half ended, which side it is on, what P answers, whose places
-// it takes.
+// The words that events and actions have in common: how a half ended, which side it is on, what P answers, under which
+// account a peer counts.
 
 package core
 

@@ -1,4 +1,4 @@
-// Engines with unequal numbers of ranks share a transfer out: which ranks meet, and who has which part.
+// If engines have several ranks, this says which of them meet, and which share of a transfer goes between two.
 
 package kv
 

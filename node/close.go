@@ -1,4 +1,4 @@
-// Close ends transfers first, then transports, then the control plane, each within its part of close_timeout_s.
+// Close ends transfers first, then transports, then the control plane, and each of these has a bound.
 
 package node
 

@@ -1,5 +1,5 @@
-// D loads a transfer into its engine's blocks. From the arming of the transport on, every end but success waits for the
-// fence.
+// D loads a transfer into its engine's blocks. Once the transport is armed, every end but success waits for the fence,
+// unless the transports are closed.
 
 package half
 
