@@ -134,8 +134,8 @@ func TestDecidesWithoutTheWorld(t *testing.T) {
 	}
 }
 
-// TestPythonRooms: the API in Python knows no engine, and no engine's room knows the other engine.
-func TestPythonRooms(t *testing.T) {
+// TestImportsOfPython: the API in Python knows no engine, and no engine's room knows the other engine.
+func TestImportsOfPython(t *testing.T) {
 	imported := regexp.MustCompile(`(?m)^\s*(?:from|import)\s+(?:\.+|kvconn\.)?(vllm|sglang)\b`)
 	for room, engine := range map[string]string{"": "", "vllm": "vllm", "sglang": "sglang"} {
 		files, err := filepath.Glob(filepath.Join("..", "python", "kvconn", room, "*.py"))
