@@ -1,4 +1,4 @@
-// A request takes memory beside its body, and this counts before the request is under way.
+// A request takes memory beside its body: its header does, and that it is under way. Both count like a body.
 
 package proxy
 
