@@ -1,3 +1,5 @@
+// Which ranks are registered at this port, and which one gives way when the table is full.
+
 package bootstrap
 
 import (

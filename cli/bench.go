@@ -1,3 +1,5 @@
+// kvconn bench measures whole loads between two processes, and checks the bytes of each.
+
 package cli
 
 import (

@@ -1,3 +1,6 @@
+// What moves bytes stands behind Transport. Its errors say what has failed: the connection, this way of moving bytes,
+// or the memory.
+
 package core
 
 import (

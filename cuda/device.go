@@ -1,3 +1,5 @@
+// An agent's handle on a device: it is opened, may fail for good, and knows which calls are in the driver.
+
 package cuda
 
 import (

@@ -1,3 +1,5 @@
+// Copies from a peer's memory to the device's go from mapping to mapping, without pinned memory.
+
 package cuda
 
 import (

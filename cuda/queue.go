@@ -1,3 +1,5 @@
+// The driver gets the copies of a direction in batches, and a batch's event says when they have ended.
+
 package cuda
 
 import (

@@ -1,3 +1,5 @@
+// An agent's memory on a device is registered, and checked to be the same memory still.
+
 package cuda
 
 import (

@@ -1,3 +1,5 @@
+// If an engine has slept, other memory lies under its regions: it is noticed, found, and taken between transfers.
+
 package cuda
 
 import (

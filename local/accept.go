@@ -1,3 +1,5 @@
+// P takes the socket of a D agent when both have proved themselves. Anybody else's has little time.
+
 package local
 
 import (

@@ -1,3 +1,5 @@
+// D copies in batches: a few workers take a batch of one transfer after the other.
+
 package local
 
 import (

@@ -1,3 +1,5 @@
+// D connects to a P agent and meets it. When their link has ended, a transfer has D connect anew.
+
 package local
 
 import (

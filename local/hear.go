@@ -1,3 +1,5 @@
+// What P says on a link, and what D does: copy these runs, report what P has kept, or stop.
+
 package local
 
 import (

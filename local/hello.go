@@ -1,16 +1,3 @@
-package local
-
-import (
-	"crypto/hmac"
-	"crypto/rand"
-	"crypto/sha256"
-	"encoding/binary"
-	"fmt"
-	"net"
-	"slices"
-	"syscall"
-)
-
 // How two agents meet on a fresh socket:
 //
 //	D: hello      the name of the ticket that P gave D, and a random value
@@ -25,6 +12,19 @@ import (
 // If somebody else listens at a dead agent's name, he cannot give a proof, and D gives none before it has P's. If
 // the kernel does not let D read, D says that instead. Then P may let this one process read, and
 // D tries once more. If all of P's regions are in memories that D may open, D need not read P's process.
+
+package local
+
+import (
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"slices"
+	"syscall"
+)
 
 // random is 128 random bits: a ticket, a grant, a nonce.
 type random [16]byte

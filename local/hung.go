@@ -1,3 +1,8 @@
+// The kernel may not end a copy out of P's process. Before it can read a page of P's, another program may have to bring the page (a
+// file system in user space, a network's, userfaultfd), and that program may be stopped. The bytes of such a copy may land at any time.
+// So nobody hears of an end of the transfer until the kernel ends the copy. But everything else goes on: other transfers, the end of
+// the link, and Close. The same holds for a look at the validity page that P has named (look in copy.go).
+
 package local
 
 import (
@@ -13,11 +18,6 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
-
-// The kernel may not end a copy out of P's process. Before it can read a page of P's, another program may have to bring the page (a
-// file system in user space, a network's, userfaultfd), and that program may be stopped. The bytes of such a copy may land at any time.
-// So nobody hears of an end of the transfer until the kernel ends the copy. But everything else goes on: other transfers, the end of
-// the link, and Close. The same holds for a look at the validity page that P has named (look in copy.go).
 
 var errHung = errors.New("the kernel has not ended a copy out of its memory: what brings that memory, a file system perhaps, does not answer")
 

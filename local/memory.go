@@ -1,3 +1,9 @@
+// If another process can open some of P's memory, D needs no leave to read P's process for that memory.
+// After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
+// D opens all memories of one space in one way, and a frame names the space that its runs lie in.
+// Addresses in runs stay those of P's process. D answers for each memory whether it has opened it.
+// Memory that D has not opened belongs to processMemory, if D may read P's process and P allows it.
+
 package local
 
 import (
@@ -13,12 +19,6 @@ import (
 
 	"golang.org/x/sys/unix"
 )
-
-// If another process can open some of P's memory, D needs no leave to read P's process for that memory.
-// After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
-// D opens all memories of one space in one way, and a frame names the space that its runs lie in.
-// Addresses in runs stay those of P's process. D answers for each memory whether it has opened it.
-// Memory that D has not opened belongs to processMemory, if D may read P's process and P allows it.
 
 // memoryKind is the way in which D opens a memory.
 type memoryKind uint32

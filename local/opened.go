@@ -1,3 +1,5 @@
+// D opens P's memory on GPUs. Its own devices copy out of it, to blocks on a device or in host memory.
+
 package local
 
 import (

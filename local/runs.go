@@ -1,3 +1,5 @@
+// Where a transfer's bytes lie in P's process, and where they go in D's.
+
 package local
 
 import (

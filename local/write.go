@@ -1,3 +1,6 @@
+// P tells D where a write's bytes lie. If the write is stopped, P closes its gate and waits for D's word, within a
+// bound.
+
 package local
 
 import (

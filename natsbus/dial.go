@@ -1,3 +1,5 @@
+// A link's connections are made by an upgrade at a bootstrap port, or to the servers of a cluster.
+
 package natsbus
 
 import (

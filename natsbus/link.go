@@ -1,3 +1,5 @@
+// A link is a connection to one server or cluster that comes back by itself; this file keeps how it is.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// The names in NATS: subjects that name who asks whom, keys of the registry, and what they are checked for.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// What both ends of an upgraded connection have in common: the route, the bounds, how the connection is closed.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// Requests that come are answered in bounded numbers, and this agent's own are sent.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// Agents of a cluster seal what they say: how two of them agree on a session's keys, and what a message looks like.
+
 package natsbus
 
 import (

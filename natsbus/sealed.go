@@ -1,3 +1,5 @@
+// A bus of a cluster opens what comes sealed, refuses what does not, and opens sessions for what it asks itself.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// A NATS server runs inside this process, and has no port of its own.
+
 package natsbus
 
 import (

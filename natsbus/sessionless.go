@@ -1,3 +1,5 @@
+// Messages that have no session are answered apart, so that they take nothing from the sessions.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// The embedded server's folder is locked by its process, and has the secret by which ranks of this host join.
+
 package natsbus
 
 import (

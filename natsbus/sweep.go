@@ -1,3 +1,5 @@
+// The folders of killed agents are found and removed.
+
 package natsbus
 
 import (

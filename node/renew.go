@@ -1,3 +1,5 @@
+// If an engine has slept, other memory lies at its addresses: the old memory's transfers end before new ones begin.
+
 package node
 
 import (

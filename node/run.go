@@ -1,3 +1,6 @@
+// Two goroutines perform the machine's actions: one begins and stops the use of blocks by a transport, one does the
+// rest.
+
 package node
 
 import (

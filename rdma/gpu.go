@@ -1,3 +1,5 @@
+// Regions on GPUs are registered with cards, and what a card has written there is flushed before it counts.
+
 package rdma
 
 import (

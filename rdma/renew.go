@@ -1,3 +1,8 @@
+// If other memory lies at the regions' addresses, as when an engine has slept, the cards still reach the old pages. So
+// the transport forgets the memory: it ends all lanes and all transfers that were begun, and then deregisters the memory.
+// When the agent has taken the new memory, the cards register it. P makes and tries lanes anew, and the peers get the new
+// keys. One goroutine does all this, in this order, however often the memory changes.
+
 package rdma
 
 import (
@@ -8,11 +13,6 @@ import (
 
 	"go.uber.org/zap"
 )
-
-// If other memory lies at the regions' addresses, as when an engine has slept, the cards still reach the old pages. So
-// the transport forgets the memory: it ends all lanes and all transfers that were begun, and then deregisters the memory.
-// When the agent has taken the new memory, the cards register it. P makes and tries lanes anew, and the peers get the new
-// keys. One goroutine does all this, in this order, however often the memory changes.
 
 // remapping says how far a transport has come with this.
 type remapping struct {

@@ -1,3 +1,5 @@
+// How P spreads what it writes over its lanes.
+
 package rdma
 
 import (
@@ -9,8 +11,6 @@ import (
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
-
-// How P spreads what it writes over its lanes.
 
 // begin cuts a write into as many stripes as suit its size and gives them to lanes. It
 // waits for the write's first bytes, since there may be more lanes by then.

@@ -5,8 +5,10 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
+	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -134,17 +136,46 @@ func TestDecidesWithoutTheWorld(t *testing.T) {
 	}
 }
 
-// productFiles are the Go files of all packages but the rig's, by their names below the module's folder, tests left out. They are read here, not
-// by the go command: go test then knows that its result depends on them.
+// TestImportsOfPython: the API in Python knows no engine, and no engine's room knows the other engine.
+func TestImportsOfPython(t *testing.T) {
+	imported := regexp.MustCompile(`(?m)^\s*(?:from|import)\s+(?:\.+|kvconn\.)?(vllm|sglang)\b`)
+	for room, engine := range map[string]string{"": "", "vllm": "vllm", "sglang": "sglang"} {
+		files, err := filepath.Glob(filepath.Join("..", "python", "kvconn", room, "*.py"))
+		if err != nil || len(files) < 10 {
+			t.Fatalf("%q has %d files: %v", room, len(files), err)
+		}
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, line := range imported.FindAllSubmatch(text, -1) {
+				if string(line[1]) != engine {
+					t.Errorf("%s has %q", file, line[0])
+				}
+			}
+		}
+	}
+}
+
+// productFiles are the Go files of all packages but the rig's.
 func productFiles(t *testing.T, mode parser.Mode) map[string]*ast.File {
 	t.Helper()
+	return goFiles(t, mode, "rig")
+}
+
+// goFiles are the Go files of all packages, by their names below the module's folder; tests and folders of a name that is left out are not among
+// them. They are read here, not by the go command: go test then knows that its result depends on them.
+func goFiles(t *testing.T, mode parser.Mode, leftOut ...string) map[string]*ast.File {
+	t.Helper()
+	leftOut = append(leftOut, "build", "dist", "testdata")
 	files, set := map[string]*ast.File{}, token.NewFileSet()
 	err := filepath.WalkDir("..", func(name string, e fs.DirEntry, err error) error {
 		below, _ := filepath.Rel("..", name)
 		switch {
 		case err != nil:
 			return err
-		case e.IsDir() && below != "." && (strings.HasPrefix(e.Name(), ".") || slices.Contains([]string{"build", "dist", "rig", "testdata"}, e.Name())):
+		case e.IsDir() && below != "." && (strings.HasPrefix(e.Name(), ".") || slices.Contains(leftOut, e.Name())):
 			return filepath.SkipDir
 		case e.IsDir() || !strings.HasSuffix(name, ".go") || strings.HasSuffix(name, "_test.go"):
 			return nil

@@ -1,3 +1,5 @@
+// What goes over a stream: headers that name a grant and a position, and the hello before the first of them.
+
 package tcp
 
 import (

@@ -1,3 +1,5 @@
+// D expects transfers, lets a frame in by its grant and its place, and fences: when Revoke has returned, no byte lands.
+
 package tcp
 
 import (

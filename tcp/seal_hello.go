@@ -1,3 +1,8 @@
+// The ticket of a sealed stream has a second half, which tells D to seal. D's hello has a
+// random value of D's between header and proof, and the proof is of both. P answers by a header
+// with a random value of its own. The proof shows P that D wants this stream to be sealed: a
+// host on the way cannot turn one kind of hello into the other.
+
 package tcp
 
 import (
@@ -8,11 +13,6 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 )
-
-// The ticket of a sealed stream has a second half, which tells D to seal. D's hello has a
-// random value of D's between header and proof, and the proof is of both. P answers by a header
-// with a random value of its own. The proof shows P that D wants this stream to be sealed: a
-// host on the way cannot turn one kind of hello into the other.
 
 // AdmitSealed is Admit for a peer that must encrypt.
 func (t *Transport) AdmitSealed(peer core.AgentID) (ticket []byte, err error) {

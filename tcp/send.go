@@ -1,3 +1,5 @@
+// P's transfers share D's streams: each stream cuts its next frame off one of them.
+
 package tcp
 
 import (

@@ -1,3 +1,5 @@
+// The engine gives a write at once or bit by bit. Its outcome is told when no stream reads its blocks any more.
+
 package tcp
 
 import (

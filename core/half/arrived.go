@@ -1,3 +1,5 @@
+// What a peer says reaches its half. If the transfer has ended, the answer is what is remembered of its end.
+
 package half
 
 import (

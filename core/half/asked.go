@@ -1,3 +1,5 @@
+// What a claim and its load have in common, and the ends that P must still hear of while D looks P up.
+
 package half
 
 import (

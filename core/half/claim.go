@@ -1,3 +1,5 @@
+// D claims a transfer as long as its engine has no blocks for it: P is looked up, and is asked to keep the transfer.
+
 package half
 
 import (

@@ -1,5 +1,5 @@
-// Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer, and not whether it is a part of a
-// transfer between several ranks: who stands [Above] knows.
+// Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer. It does not know of what its id is
+// made, nor which halves are parts of one transfer between several ranks: who stands [Above] knows.
 //
 // # The states
 //

@@ -1,3 +1,6 @@
+// D loads a transfer into its engine's blocks. Once the transport is armed, every end but success waits for the fence,
+// unless the transports are closed.
+
 package half
 
 import (

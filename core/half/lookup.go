@@ -1,3 +1,5 @@
+// P was looked up: the half goes on with the agent that was found, or as one half for each rank, or without P.
+
 package half
 
 import (

@@ -1,3 +1,5 @@
+// Halves wait for moments. A moment that passes, fails or is late is told to each half that waits for it.
+
 package half
 
 import (

@@ -1,3 +1,5 @@
+// P's half of a transfer. P writes when the engine has given blocks and D's load has come, if the two fit.
+
 package half
 
 import (

@@ -1,3 +1,5 @@
+// While prefill goes on, the engine gives the blocks that are ready, and P writes those that D has asked for.
+
 package half
 
 import (

@@ -1,3 +1,5 @@
+// All halves of one machine, and Above, by which they tell who stands above them.
+
 package half
 
 import (

@@ -1,3 +1,5 @@
+// What others may ask of the halves: how many there are, in which states, and whose blocks are in use.
+
 package half
 
 import (

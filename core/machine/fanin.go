@@ -1,3 +1,6 @@
+// D's side of the engine's calls: which claim or load may begin, and what becomes of one of a transfer that several P ranks have
+// (fan-in). Each part of such a one is a claim or load of its own, with one peer. The engine knows only the transfer.
+
 package machine
 
 import (
@@ -9,9 +12,6 @@ import (
 	"github.com/kvconn/kvconn/core/half"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// D's side of the engine's calls: which claim or load may begin, and what becomes of one of a transfer that several P ranks have
-// (fan-in). Each part of such a one is a claim or load of its own, with one peer. The engine knows only the transfer.
 
 // parts has what the fan-ins of claims and of loads have in common.
 type parts struct {

@@ -1,3 +1,8 @@
+// If several ranks of an engine have a share of a transfer, each part is a transfer of its
+// own below the engine's call: it has an id of its own (PartID), and so its own claim,
+// lease, grant and fence. The engine knows one id only. Fan-in (D) and fan-out (P) give it
+// one Report for all parts.
+
 package machine
 
 import (
@@ -8,11 +13,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/kv"
 )
-
-// If several ranks of an engine have a share of a transfer, each part is a transfer of its
-// own below the engine's call: it has an id of its own (PartID), and so its own claim,
-// lease, grant and fence. The engine knows one id only. Fan-in (D) and fan-out (P) give it
-// one Report for all parts.
 
 // MaxPartID is the longest id that PartID gives: [kv.MaxShares] has two digits, [kv.MaxSources] five.
 const MaxPartID = core.MaxTransferID + 16

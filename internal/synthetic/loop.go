@@ -1,3 +1,5 @@
+// What local is held against: the same blocks read or copied in a loop, and nothing else.
+
 package synthetic
 
 import (

@@ -1,3 +1,5 @@
+// The books of a run: each half that was ordered, how it ended, and which fault its end is put down to.
+
 package chaos
 
 import (

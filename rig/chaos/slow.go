@@ -1,3 +1,5 @@
+// The part in which some D take their bytes slowly, beside fast ones of the same P.
+
 package chaos
 
 import (

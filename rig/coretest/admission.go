@@ -1,3 +1,5 @@
+// Cases of who gets in: tickets, grants and dismissed peers.
+
 package coretest
 
 import (

@@ -1,3 +1,5 @@
+// Cases of ids that come twice or that nobody knows, and of calls after Close.
+
 package coretest
 
 import (

@@ -1,3 +1,5 @@
+// Cases in which a write is stopped, or an agent is gone, in the middle of a transfer.
+
 package coretest
 
 import (

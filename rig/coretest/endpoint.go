@@ -1,3 +1,5 @@
+// An agent of the suite, and the steps that most cases are made of.
+
 package coretest
 
 import (

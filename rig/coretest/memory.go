@@ -1,3 +1,5 @@
+// The suite's memory: regions with guards around each, painted with patterns and compared whole.
+
 package coretest
 
 import (

@@ -1,3 +1,5 @@
+// Something is done to a transfer when its first bytes have landed, and before its last.
+
 package coretest
 
 import (

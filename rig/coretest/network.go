@@ -1,3 +1,5 @@
+// What tests do to the network of the fake transports.
+
 package coretest
 
 import (

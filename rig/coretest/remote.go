@@ -1,3 +1,5 @@
+// The remote side of a transport in a process of its own: it obeys the suite's orders.
+
 package coretest
 
 import (

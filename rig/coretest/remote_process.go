@@ -1,3 +1,5 @@
+// The suite's side of a transport in a process of its own.
+
 package coretest
 
 import (

@@ -1,3 +1,5 @@
+// Cases of Revoke: before, in the middle of, at the end of and after a transfer.
+
 package coretest
 
 import (

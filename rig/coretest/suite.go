@@ -1,3 +1,5 @@
+// The contract of core.Transport as a list of cases, and what a package gives to have them run.
+
 package coretest
 
 import (

@@ -1,3 +1,5 @@
+// P's half of the fake transport: it copies within this process.
+
 package coretest
 
 import (

@@ -1,3 +1,5 @@
+// In which ways the transport suite is run on this machine's GPUs.
+
 package main
 
 import (

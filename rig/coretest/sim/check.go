@@ -1,3 +1,5 @@
+// What must have come about after a time, or at the end of a seed, is looked for.
+
 package sim
 
 import (

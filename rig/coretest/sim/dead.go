@@ -1,3 +1,5 @@
+// When a D dies, its P must free what it keeps: after a probe, or by leases.
+
 package sim
 
 import (

@@ -1,3 +1,5 @@
+// The scheduler above an agent: it takes blocks for halves, checks what they hold, and uses them again at once.
+
 package sim
 
 import (

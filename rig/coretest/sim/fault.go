@@ -1,3 +1,5 @@
+// Faults are planned: one by one, and some that several ranks must have together.
+
 package sim
 
 import (

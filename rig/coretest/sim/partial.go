@@ -1,3 +1,5 @@
+// A prefill engine computes a request in steps, and offers what is ready.
+
 package sim
 
 import (

@@ -1,3 +1,5 @@
+// What the world of a seed is like is drawn here.
+
 package sim
 
 import (

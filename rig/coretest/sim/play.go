@@ -1,3 +1,5 @@
+// What the engines do in a run: requests, aborts and what is late.
+
 package sim
 
 import (

@@ -1,3 +1,10 @@
+// In some worlds bytes go as in package local. P's frames say where they lie, and D copies them out of
+// P's memory, which takes a while and goes on when either process is stopped. When D has copied
+// all, it asks P whether P has kept the blocks. P invalidates the page of a write that it gives up: no
+// copy begins then. P's half ends when D says that no copy is under way, or after stopGrace. In half of
+// these worlds D reads the page behind each copy. If it was invalid, D throws the copy away, and waits for what P
+// says. If it was valid behind all copies, D reports the transfer without asking P.
+
 package sim
 
 import (
@@ -7,13 +14,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// In some worlds bytes go as in package local. P's frames say where they lie, and D copies them out of
-// P's memory, which takes a while and goes on when either process is stopped. When D has copied
-// all, it asks P whether P has kept the blocks. P invalidates the page of a write that it gives up: no
-// copy begins then. P's half ends when D says that no copy is under way, or after stopGrace. In half of
-// these worlds D reads the page behind each copy. If it was invalid, D throws the copy away, and waits for what P
-// says. If it was valid behind all copies, D reports the transfer without asking P.
 
 // stopGrace is how long P waits for D's word on a write that it has given up, slowCopy how long a copy
 // is under way at most.

@@ -1,3 +1,5 @@
+// An engine sleeps and wakes with other memory at its blocks' addresses.
+
 package sim
 
 import (

@@ -1,3 +1,5 @@
+// P's half of the modelled transport: it gives frames to idle streams and tells the end once.
+
 package sim
 
 import (
