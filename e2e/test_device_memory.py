@@ -1,5 +1,7 @@
 """A pair of real vLLM servers whose caches are device memory of the CUDA driver double, at addresses that nobody else can touch.
 
+All tests run on a pair by local, whose decode server's device opens the prefill server's allocations (IPC handles), and on one by tcp.
+
 What a prefill engine writes is late, as on a GPU (device_engine.py), and a decode engine's blocks are still being written when
 they are given to a load. So the moments of the connector are needed, and the tests show it of a layer's and of a step's end.
 They cannot show what only a GPU has: kernels, graphs, and torch's own streams.
@@ -8,6 +10,7 @@ They cannot show what only a GPU has: kernels, graphs, and torch's own streams.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,14 +46,14 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("faults") / "faults.json")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[Any]:
     workdir = Path(os.environ.get("KVCONN_E2E_WORKDIR") or tmp_path_factory.mktemp("device"))
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     the_pair = Pair(
         tiny_model.make(workdir / "model-fat", fat=True),
-        workdir / "logs-device",
-        prefill_config={"lease_s": 5, "transport": "tcp"},
+        workdir / f"logs-device-{request.param}",
+        prefill_config={"lease_s": 5, "transport": request.param},
         prefill_args=["--max-num-batched-tokens", str(CHUNK)],
         extra_env={**environment(faults), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"},
         connector="device_vllm",
@@ -113,7 +116,10 @@ def test_each_moment_is_needed(pair: Pair, faults: Faults, place: str) -> None:
     serves(pair)
 
 
-def test_the_agents_used_the_device(pair: Pair) -> None:
-    """No load went another way."""
+def test_no_load_went_another_way(pair: Pair) -> None:
+    """By local both engines say that the decode engine's device copies, and no other way."""
     wait_until("the loads' lines", lambda: len(pair.loads()) > 10)
-    assert pair.loaded(0)
+    assert {load["transport"] for load in pair.loads()} == {pair.transport}
+    for server in (pair.prefill, pair.decode):
+        said = re.findall(r"pair (?:goes over|goes on over|is back on) (\w+).*?(?: how=(.*))?$", server.log_since(0), re.MULTILINE)
+        assert set(said) == {(pair.transport, {"local": "device", "tcp": ""}[pair.transport])}, said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,47 @@ assert not left, left
         TMPDIR=str(tmp_path),
     )
     assert r.returncode == 0, r.stderr
+
+
+def test_killed_with_a_child(tmp_path: Path) -> None:
+    """A child that was forked has the lock of its parent's folder too. The folder of a killed agent goes while the child lives."""
+    token = '{"engine_id": "e", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "nats_token": "sixteen-characters"}'
+    r = run(
+        f"""
+import json, os, signal, time, kvconn
+agent = kvconn.Agent(json.loads('{token}') | {{"role": "prefill"}})
+child = os.fork()
+if child == 0:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    time.sleep(100)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        TMPDIR=str(tmp_path),
+    )
+    assert r.returncode == -signal.SIGKILL, r.stdout + r.stderr
+    child = int(r.stdout)
+    try:
+        (folder,) = tmp_path.glob("kvconn-nats-*")
+        assert str(folder / "lock") in [os.readlink(each) for each in Path(f"/proc/{child}/fd").iterdir()]
+        r = run(
+            f"""
+import json, os, sys, time, kvconn
+with kvconn.Agent(json.loads('{token}') | {{"role": "decode"}}):
+    until = time.monotonic() + 60
+    while left := os.listdir("{tmp_path}"):
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
+""",
+            TMPDIR=str(tmp_path),
+        )
+        assert r.returncode == 0, r.stdout + r.stderr
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_host_process_stays_small() -> None:
