@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,7 @@ def test_command_line() -> None:
     assert row["block_bytes"] == 16384 and row["total_bytes"] == 8 << 20 and row["transfers"] == 5 and row["median_gb_per_s"] > 0
     assert set(row) >= {"transport", "best_gb_per_s", "iperf3_gb_per_s"}
     assert row["transport"] == "local" and row["process_vm_readv_gb_per_s"] > 0 and row["with_token_median_gb_per_s"] > 0, row
+    assert row["how"] == "process_vm_readv" and row["memcpy_gb_per_s"] > 0 and "memcpy_of_shared_memory_gb_per_s" not in row, row
     r = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True, timeout=120)
     found = json.loads(r.stdout)
     assert found["local"]["available"] and found["local"]["tried"] and found["auto"].startswith("local with engines of this host"), found
@@ -199,6 +201,18 @@ def test_command_line() -> None:
         r = subprocess.run([*command, *args], capture_output=True, text=True, timeout=60)
         assert r.returncode == 2 or (args == ["proxy"] and r.returncode != 0), (args, r)
         assert says in r.stderr, (args, r.stderr)
+
+
+def test_bench_of_shared_memory() -> None:
+    """What local maps is measured beside memcpy out of such memory, in JSON and in words."""
+    command = [sys.executable, "-m", "kvconn", "bench", "--memory", "shared", "--block", "16K", "--total", "8M", "--rounds", "2"]
+    r = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    (row,) = json.loads(r.stdout)["results"]
+    figures = [row[of + "_gb_per_s"] for of in ("median", "process_vm_readv", "memcpy", "memcpy_of_shared_memory")]
+    assert (row["transport"], row["how"]) == ("local", "mapping") and all(figure > 0 for figure in figures), row
+    r = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r"by mapping; .* plain loop ([\d.]+) .* memcpy by one thread ([\d.]+) .* out of shared memory ([\d.]+) GB/s", r.stdout)
+    assert found and all(float(figure) > 0 for figure in found.groups()), r.stdout + r.stderr
 
 
 def test_environment_is_the_one_of_now(tmp_path: Path) -> None:
