@@ -211,7 +211,8 @@ def test_bench_of_shared_memory() -> None:
     figures = [row[of + "_gb_per_s"] for of in ("median", "process_vm_readv", "memcpy", "memcpy_of_shared_memory")]
     assert (row["transport"], row["how"]) == ("local", "mapping") and all(figure > 0 for figure in figures), row
     r = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search(r"by mapping; .* plain loop ([\d.]+) .* memcpy by one thread ([\d.]+) .* out of shared memory ([\d.]+) GB/s", r.stdout)
+    said = r"by mapping; .* plain loop ([\d.]+) .* memcpy by one thread ([\d.]+) .* out of shared memory ([\d.]+) GB/s"
+    found = re.search(said, r.stdout)
     assert found and all(float(figure) > 0 for figure in found.groups()), r.stdout + r.stderr
 
 
