@@ -1,6 +1,7 @@
 """A pair of real vLLM servers whose caches are device memory of the CUDA driver double, at addresses that nobody else can touch.
 
-All tests run on a pair by local, whose decode server's device opens the prefill server's allocations (IPC handles), and on one by tcp.
+Tests run on a pair by local, whose decode server's device opens the prefill server's allocations (IPC handles), and on one by tcp. Two
+are of the prefill engine alone and take long: these run by tcp.
 
 What a prefill engine writes is late, as on a GPU (device_engine.py), and a decode engine's blocks are still being written when
 they are given to a load. So the moments of the connector are needed, and the tests show it of a layer's and of a step's end.
@@ -25,7 +26,8 @@ from asking import ask, wait_until
 from device_memory import NOT_BUILT, Faults, environment
 from pair_tests import BLOCK, CHUNK, TOKEN_BYTES, alone, body, idle, new_loads, progress, serves, words
 from servers import leaving_nothing
-from test_pair import count, test_eight_prompts_with_partial_offers_at_once, test_preempted_after_partial_offers
+from test_pair import count, test_preempted_after_partial_offers
+from test_pair import test_eight_prompts_with_partial_offers_at_once as eight_prompts
 from test_pair_ends import test_client_disconnects, test_client_disconnects_during_prefill
 from vllm_pair import Pair
 
@@ -34,7 +36,6 @@ HERE = Path(__file__).resolve().parent
 __all__ = [
     "test_client_disconnects",
     "test_client_disconnects_during_prefill",
-    "test_eight_prompts_with_partial_offers_at_once",
     "test_preempted_after_partial_offers",
 ]
 
@@ -59,6 +60,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         connector="device_vllm",
         transfer={"kv_buffer_device": "cuda"},
         progress=progress,
+        forked=True,
     )
     with leaving_nothing(the_pair):
         yield the_pair
@@ -83,6 +85,12 @@ def test_text_equals_single_engine(pair: Pair, tokens: int) -> None:
         assert count(pair, "kvconn_partial_offers_total") == before + 1
 
 
+@pytest.mark.parametrize("pair", ["tcp"], indirect=True)
+def test_eight_prompts_at_once(pair: Pair) -> None:
+    eight_prompts(pair)
+
+
+@pytest.mark.parametrize("pair", ["tcp"], indirect=True)
 def test_text_when_layers_are_not_called(pair: Pair, faults: Faults) -> None:
     """What the steps of a prompt compute is sent at their ends. The log says once what that loses."""
     position = pair.prefill.log_size()
