@@ -279,7 +279,7 @@ func (s *sender) judge(ol *outLink, c *response, h hello, w *challenge, secret r
 	return verdictWrong, 0, fmt.Errorf("process %d has not read what this agent has put there", ol.pid)
 }
 
-// enlist makes a link its peer's. A former one is over, whether this side saw its end or not.
+// enlist makes a link its peer's. A previous one is over, whether this side saw its end or not.
 func (s *sender) enlist(ol *outLink) error {
 	tk := ol.taker
 	s.mu.Lock()

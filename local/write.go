@@ -1,4 +1,4 @@
-// P tells D where a write's bytes lie. If the write is stopped, P closes its gate and waits for D's word, within a
+// P tells D where a write's bytes lie. If the write is stopped, P invalidates its page and waits for D's word, within a
 // bound.
 
 package local

@@ -93,6 +93,13 @@ var defects = []faulttest.Defect{
 	{"bus-keeps-store", "TestKilledLeavesNothing"},
 	{"bus-sweeps-once", "TestKilledLeavesNothing"},
 	{"bus-sweeps-other-hosts", "TestStoresOfKilledProcessesAreRemoved"},
+	{"bus-keeps-restarted", "TestStoresOfKilledProcessesAreRemoved"},
+	{"bus-sweeps-living", "TestStoresOfKilledProcessesAreRemoved"},
+	{"bus-believes-heirs", "TestKilledLeavesNothing"},
+	{"bus-zombies-live", "TestKilledLeavesNothing"},
+	{"bus-first-thread-alone", "TestOwnerWithoutFirstThread"},
+	{"bus-number-alone", "TestOwnerOfHeldLock"},
+	{"bus-owner-silent", "TestOwnerTouches"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.

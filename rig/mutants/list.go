@@ -130,7 +130,7 @@ var mutants = []mutant{
 	{"pull-page-left-valid", "D copies out of blocks that P has given back"},
 	{"pull-not-awaited", "P gives blocks back while D copies out of them"},
 	{"pull-unasked", "D reports what it has copied without P's word that the blocks were kept"},
-	{"pull-unlooked", "D reports what it has copied without a look at the gate behind it"},
+	{"pull-unlooked", "D reports what it has copied without a look at the validity page behind it"},
 	{"pull-always-kept", "P says that it has kept blocks that it has given back"},
 	{"pull-unfenced", "a revoke does not wait for D's own copies"},
 }
