@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from vllm_sides import BLOCK as SIDES_BLOCK
 from vllm_sides import first_step, ids
 from vllm_sides import request as made_request
 
-from kvconn.vllm.computed import REASONS, Computed
+from kvconn.vllm import computed as computed_module
+from kvconn.vllm.computed import REASONS, Computed, Timer
 from kvconn.vllm.records import Record, State
 from kvconn.vllm.stats import KVConnStats
 
@@ -61,10 +63,41 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 class Clock:
+    """Time, and the timers that end in it."""
+
     now = 100.0
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
 
     def __call__(self) -> float:
         return self.now
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Timer:
+        entry = (self.now + seconds, call)
+        self.timers.append(entry)
+        clock = self
+
+        class Entry:
+            def cancel(self) -> None:
+                clock.timers.remove(entry)
+
+        return Entry()
+
+    def passes(self, seconds: float) -> None:
+        end = self.now + seconds
+        while due := [entry for entry in self.timers if entry[0] <= end]:
+            entry = min(due, key=lambda entry: entry[0])
+            self.timers.remove(entry)
+            self.now = max(self.now, entry[0])
+            entry[1]()
+        self.now = end
+
+
+def of_both_roles(make: Any, clock: Clock) -> Engine:
+    engine = make("kv_both")
+    engine.ours._sched.computed = Computed("kv_both", clock, clock.later)
+    return engine
 
 
 def ends(engine: Engine, request: Any) -> None:
@@ -123,81 +156,127 @@ def test_prompts_that_prefill_is_there_for_are_not_counted(make: Any) -> None:
     assert counted(engine) == {}
 
 
+SAID = "this engine computed prompts"
+
+
 def test_pair_of_both_roles_that_moves_nothing(make: Any, log: pytest.LogCaptureFixture) -> None:
-    """As NIXL's documentation configures it, behind a router that is not for pairs: nobody names a transfer for a minute."""
-    engine, clock = make("kv_both"), Clock()
-    engine.ours._sched.computed = Computed("kv_both", clock)
-    clock.now += 1000.0  # it starts, and waits for its first request
+    """As NIXL's documentation configures it, behind a router that is not for pairs: nobody names a transfer."""
+    clock = Clock()
+    engine = of_both_roles(make, clock)
+    clock.passes(1000.0)  # it starts, and waits for its first request
     ends(engine, engine.add(150, None))
-    clock.now += 59.9
-    ends(engine, engine.add(50, None))
-    said = "this engine computed prompts"
-    assert counted(engine) == {} and said not in log.text
-    clock.now += 0.1
-    last = engine.add(30, None)
+    clock.passes(24.0)
+    last = engine.add(50, None)
     ends(engine, last)
-    assert counted(engine) == {"nothing_moved": [3, 230]}
-    (line,) = [message for message in log.messages if said in message]
-    assert f"{REASONS['nothing_moved']} (3 prompts, 230 tokens); the last one is request {last.request_id}." in line
+    assert counted(engine) == {} and SAID not in log.text
+    clock.passes(1.0)
+    assert counted(engine) == {"nothing_moved": [2, 200]}
+    (line,) = [message for message in log.messages if SAID in message]
+    assert f"{REASONS['nothing_moved']} (2 prompts, 200 tokens); the last one is request {last.request_id}." in line
     ends(engine, engine.add(20, None))
     assert counted(engine) == {"nothing_moved": [1, 20]}
-    assert sum(said in message for message in log.messages) == 1, "at most one each half minute"
+    clock.passes(29.0)
+    assert sum(SAID in message for message in log.messages) == 1, "at most one each half minute"
+    clock.passes(1.0)
+    assert sum(SAID in message for message in log.messages) == 2
+    assert not clock.timers, "all is said"
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["no further step", "it generates"])
+def test_pair_that_moves_nothing_is_seen_within_a_minute(make: Any, idle: bool, log: pytest.LogCaptureFixture) -> None:
+    """Whether a further request comes or not, and though a line has just been written."""
+    clock = Clock()
+    engine = of_both_roles(make, clock)
+    request = engine.add(150, None, max_tokens=8)
+    engine.step()
+    clock.passes(24.9)
+    bad = engine.add(30, {"do_remote_prefill": True})
+    engine.step()
+    engine.step(received={bad.request_id}, failed={bad.request_id})
+    engine.run(lambda: engine.finished(bad))
+    began, own = clock.now, engine.add(50, None, max_tokens=1)
+    engine.run(lambda: engine.finished(own))
+    if idle:
+        ends(engine, request)
+    for _ in range(12):
+        clock.passes(5.0)
+        if not idle:
+            engine.step()
+    assert clock.now == began + 60.0
+    assert "nothing_moved" in counted(engine) and REASONS["nothing_moved"] in log.text
+    if not idle:
+        ends(engine, request)
+
+
+def test_a_timer_s_thread_says_it(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    """With the real clock, and no step after the one in which the request came."""
+    monkeypatch.setattr(computed_module, "_WITHOUT_S", 0.01)
+    said = threading.Event()
+    log.handler.addFilter(lambda record: said.set() or True)
+    computed = Computed("kv_both")
+    request = made_request(50, None)
+    record = Record(request.request_id, None, State.ASIDE, 50)
+    computed.step(first_step(request, ids(-(-50 // SIDES_BLOCK)), 0, 50), {record.req_id: record})
+    assert said.wait(60)  # a bound that ends a hang
+    assert computed.take() == {"nothing_moved": [1, 50]}
+    computed.close()
+
+
+def test_no_timer_outlives_the_connector(make: Any) -> None:
+    clock = Clock()
+    engine = of_both_roles(make, clock)
+    ends(engine, engine.add(50, None))
+    assert len(clock.timers) == 1
+    engine.ours.shutdown()
+    assert not clock.timers
+    ends(engine, engine.add(50, None))
+    assert not clock.timers
 
 
 def test_engine_of_both_roles_that_takes_part_serves_prompts_of_its_own(make: Any) -> None:
-    engine, clock = make("kv_both"), Clock()
-    engine.ours._sched.computed = Computed("kv_both", clock)
+    clock = Clock()
+    engine = of_both_roles(make, clock)
     for _ in range(3):
         ends(engine, engine.add(50, None))
-        clock.now += 59.0
+        clock.passes(24.0)
         request = engine.add(100, decode_kv())
         engine.step()
         engine.step(received={request.request_id})
         ends(engine, request)
-        clock.now += 59.0
+        clock.passes(24.0)
     ends(engine, engine.add(30, {"kvconn_alone": True}))
     assert counted(engine) == {"below_threshold": [1, 30]}
 
 
 def test_requests_whose_loads_fail_have_named_a_transfer(make: Any) -> None:
     """They fail too, and so are in no step of vLLM's. While one is under way, nothing is said."""
-    engine, clock = make("kv_both"), Clock()
-    engine.ours._sched.computed = Computed("kv_both", clock)
+    clock = Clock()
+    engine = of_both_roles(make, clock)
     for _ in range(3):
         ends(engine, engine.add(50, None))
-        clock.now += 40.0
+        clock.passes(20.0)
         request = engine.add(100, decode_kv())
         engine.step()
         engine.step(received={request.request_id}, failed={request.request_id})
         ends(engine, request)
-    clock.now += 40.0
+    clock.passes(20.0)
     waits = engine.add(100, decode_kv())
     engine.step()
     for _ in range(2):
         own = engine.add(50, None)
         engine.run(lambda own=own: engine.finished(own))
-        clock.now += 61.0
+        clock.passes(61.0)
     assert counted(engine) == {}
     engine.step(received={waits.request_id}, failed={waits.request_id})
     ends(engine, engine.add(50, None))
+    clock.passes(1.0)  # to the next look
     assert counted(engine) == {"nothing_moved": [3, 150]}
-
-
-def test_one_prompt_of_its_own_is_not_counted_while_it_generates(make: Any) -> None:
-    """Only a further prompt shows that nobody names a transfer."""
-    engine, clock = make("kv_both"), Clock()
-    engine.ours._sched.computed = Computed("kv_both", clock)
-    request = engine.add(50, None, max_tokens=8)
-    engine.step()
-    clock.now += 1000.0
-    ends(engine, request)
-    assert counted(engine) == {}
 
 
 @pytest.mark.parametrize("kv", [decode_kv, prefill_kv])
 def test_engine_of_both_roles_that_has_moved_something_is_not_warned_of(make: Any, kv: Any, log: pytest.LogCaptureFixture) -> None:
-    engine, clock = make("kv_both"), Clock()
-    engine.ours._sched.computed = Computed("kv_both", clock)
+    clock = Clock()
+    engine = of_both_roles(make, clock)
     request = engine.add(100, kv(), max_tokens=1)
     engine.step()
     if kv is decode_kv:
@@ -209,7 +288,7 @@ def test_engine_of_both_roles_that_has_moved_something_is_not_warned_of(make: An
     engine.nothing_is_left()
     for _ in range(2):
         ends(engine, engine.add(50, None))
-        clock.now += 60.0
+        clock.passes(60.0)
     assert counted(engine) == {"nothing_moved": [2, 100]} and "this engine computed prompts" not in log.text
 
 
@@ -319,7 +398,7 @@ def test_what_another_connector_loaded_is_not_counted(make: Any) -> None:
 
 def test_the_log_says_it_at_once_and_then_each_half_minute(log: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    computed = Computed("kv_consumer", clock)
+    computed = Computed("kv_consumer", clock, clock.later)
 
     def comes(state: State, tokens: int = 50, there: int = 0, loaded: bool = False) -> str:
         request = made_request(tokens, None)
@@ -338,11 +417,11 @@ def test_the_log_says_it_at_once_and_then_each_half_minute(log: pytest.LogCaptur
     comes(State.SETTLED)
     comes(State.SETTLED, there=49, loaded=True)
     comes(State.SETTLED, there=49)  # it was in decode's own cache
-    clock.now += 29.9
+    clock.passes(29.0)
     comes(State.ASIDE)
     assert not log.messages
-    clock.now += 0.1
     comes(State.ASIDE)
+    clock.passes(1.0)
     (line,) = log.messages
     assert "(1002 prompts, 50100 tokens)" in line and f"{REASONS['not_taken']} (1 prompts, 50 tokens)" in line
     assert line.endswith("1 prompts were loaded")

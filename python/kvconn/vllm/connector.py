@@ -351,6 +351,8 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         return errors
 
     def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.computed.close()
         if self._worker is not None:
             self._worker.close()
 
