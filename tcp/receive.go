@@ -45,7 +45,7 @@ type receiver struct {
 // outcome is the end of a transfer. One caller tells it to the sink.
 type outcome struct {
 	told chan struct{} // closed when the sink was told, or when nobody will tell it any more
-	err  error         // if the fence failed: its error; then nobody tells the sink
+	lost *inbound      // its copies have not all ended, so nobody tells the sink: a revoke waits for them until Close; nil: all have ended
 }
 
 // inbound is one transfer that is expected.
@@ -151,7 +151,9 @@ func (t *Transport) Revoke(id core.TransferID) (err error) {
 	}
 	if end != nil {
 		<-end.told // the sink returns at once; or fail waits for copies, and Close bounds that wait
-		err = cmp.Or(err, end.err)
+		if end.lost != nil {
+			err = cmp.Or(err, end.lost.revoke())
+		}
 	}
 	return err
 }
@@ -213,7 +215,9 @@ func (r *receiver) fail(in *inbound, err error) {
 	if end == nil {
 		return
 	}
-	if end.err = in.revoke(); end.err != nil { // Revoke returns this error, now or later
+	in.block()
+	if !in.copies.ended() {
+		end.lost = in
 		close(end.told)
 		return
 	}

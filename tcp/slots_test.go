@@ -155,6 +155,56 @@ func closeFreesARevoke(t *testing.T, before bool) {
 	}
 }
 
+// TestNoStreamWaitsForALostCopy: a stream that ends a transfer, while the device does not end a copy of another stream's, goes on. Nobody
+// hears of an end, and a revoke waits until Close. Close has no stream to wait for.
+func TestNoStreamWaitsForALostCopy(t *testing.T) {
+	leaktest.Check(t)
+	for _, before := range []bool{true, false} {
+		t.Run(fmt.Sprint("the copy is lost before the other stream fails: ", before), func(t *testing.T) {
+			p, d := newAgent(t, Config{}), newAgent(t, Config{CloseGrace: time.Hour})
+			if err := d.Connect("p", p.Endpoint(), p.admit(t, "d")); err != nil {
+				t.Fatal(err)
+			}
+			d.expect(t, "t", "p", allBlocks(testBlocks))
+			d.receiver.mu.Lock()
+			in := d.receiver.byID["t"]
+			d.receiver.mu.Unlock()
+			in.copies.add()
+			if before {
+				in.copies.lose()
+			}
+			failed, revoked := make(chan struct{}), make(chan error, 1)
+			go func() {
+				d.receiver.fail(in, errors.New("a test"))
+				close(failed)
+			}()
+			until(t, "the transfer is forgotten", func() bool {
+				d.receiver.mu.Lock()
+				defer d.receiver.mu.Unlock()
+				return d.receiver.byID["t"] == nil
+			})
+			if !before {
+				in.copies.lose()
+			}
+			select {
+			case <-failed:
+			case <-time.After(30 * time.Second):
+				t.Fatal("a stream waits for a copy that never ends")
+			}
+			if told := d.sink.All("received", "t"); len(told) > 0 {
+				t.Errorf("the engine has heard of an end: %v", told)
+			}
+			go func() { revoked <- d.Revoke("t") }()
+			if err := d.Close(); !errors.Is(err, core.ErrMayLand) {
+				t.Errorf("the close: %v", err)
+			}
+			if err := <-revoked; !errors.Is(err, core.ErrMayLand) {
+				t.Errorf("the revoke: %v", err)
+			}
+		})
+	}
+}
+
 // TestRevokesBesideClose: copies go on when a transport is closed. The revokes that come beside the close return when the copies have ended, and
 // not before, whoever runs first.
 func TestRevokesBesideClose(t *testing.T) {

@@ -137,8 +137,9 @@ func (s *inStream) landStarted(in *inbound, most int) (err error) {
 		if e != nil && (err == nil || errors.Is(e, ErrMayCopy)) {
 			err, most = &copyError{"copy into device memory", e}, 0
 		}
-		if errors.Is(e, ErrMayCopy) { // Revoke waits for it
+		if errors.Is(e, ErrMayCopy) { // Revoke waits for it, and nobody else
 			s.r.stuck(slot.to)
+			in.copies.lose()
 			continue
 		}
 		slot.Release()
@@ -192,7 +193,8 @@ func (r *receiver) stuck(to []Run) {
 type copies struct {
 	mu   sync.Mutex
 	n    int
-	idle chan struct{}   // closed when n is 0 again; nil while nobody waits
+	lost bool            // the device does not end one of them
+	idle chan struct{}   // closed when n is 0 again, or one is lost; nil while nobody waits
 	late <-chan struct{} // closed CloseGrace after the transport's Close has begun
 	all  *atomic.Int64   // those of all transfers
 }
@@ -208,7 +210,22 @@ func (c *copies) done() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.all.Add(-1)
-	if c.n--; c.n == 0 && c.idle != nil {
+	if c.n--; c.n == 0 {
+		c.wake()
+	}
+}
+
+// lose notes that the device does not end a copy: n is never 0 again.
+func (c *copies) lose() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.lost = true
+	c.wake()
+}
+
+// wake ends the waits; mu is held.
+func (c *copies) wake() {
+	if c.idle != nil {
 		close(c.idle)
 		c.idle = nil
 	}
@@ -216,10 +233,25 @@ func (c *copies) done() {
 
 // wait waits until no copy is under way, and returns true. If Close gives the copies up before that, it returns false.
 func (c *copies) wait() bool {
+	if c.ended() {
+		return true
+	}
+	<-c.late
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n == 0 // both may have come
+}
+
+// ended is wait, but it returns false too if the device does not end one of the copies. So no stream waits for such a one.
+func (c *copies) ended() bool {
 	c.mu.Lock()
 	if c.n == 0 || fault.On("tcp-revoke-at-once") {
 		c.mu.Unlock()
 		return true
+	}
+	if c.lost && !fault.On("tcp-waits-for-lost") {
+		c.mu.Unlock()
+		return false
 	}
 	if c.idle == nil {
 		c.idle = make(chan struct{})
@@ -228,10 +260,9 @@ func (c *copies) wait() bool {
 	c.mu.Unlock()
 	select {
 	case <-idle:
-		return true
 	case <-c.late:
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.n == 0 // both may have come
+	return c.n == 0
 }

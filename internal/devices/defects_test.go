@@ -33,6 +33,7 @@ var defects = []struct{ name, room, test, says string }{
 	{"gpu-buffer-id", ".", "TestFreed", "was not noticed"},
 	{"renewed-in-use", ".", "TestNewMemoryWaits", "a load was begun beside one of before"},
 	{"tcp-revoke-unsure", "../../tcp", "TestCloseFreesARevoke", "the revoke: <nil>"},
+	{"tcp-waits-for-lost", "../../tcp", "TestNoStreamWaitsForALostCopy", "a stream waits for a copy"},
 	{"node-report-unfenced", "../../node", "TestNoReportIfTheFenceFails", "bytes may land, and"},
 	{"node-quiet-unasked", "../../node", "TestCloseWhileACopyMayLand", "the close ends with"},
 	{"tcp-end-at-once", "../../tcp", "TestEndOfAFrameWaits", "while a copy used them"},

@@ -284,6 +284,7 @@ func onePeerOfManyStreams(t *testing.T, impairment faultnet.Impairment) {
 	for i := range 4 {
 		id := core.TransferID(fmt.Sprint("later", i))
 		writes(t, p, hd, honest, id, all)
+		until(t, "the honest peer has its bytes beside the slow one", func() bool { return len(hd.sink.All("received", id)) > 0 })
 		if o := hd.sink.Wait("received", id, 1); o.Err != nil {
 			t.Fatal(o.Err)
 		}
