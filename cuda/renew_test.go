@@ -211,8 +211,11 @@ func TestReadWhileItGoes(t *testing.T) {
 	s, done := slot(t, d, FromDevice), make(chan error, 1)
 	e.Delay(20000)
 	defer e.Delay(0)
+	e.Block("cuEventSynchronize") // the memory goes before the copy's end is heard, however late this test is
+	defer e.Unblock()
 	d.Transfer("a", FromDevice).Start(Copy{Slot: s, Runs: []Run{{Addr: at, Len: grain}}, Done: func(err error) { done <- err }})
 	m.unmap() // the double waits for the copy
+	e.Unblock()
 	if err := answer(t, done); !isChanged(err, "cache") {
 		t.Errorf("it was not noticed: %v", err)
 	}

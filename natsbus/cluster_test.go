@@ -17,7 +17,7 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// pump asks an agent again and again, and keeps the errors.
+// pump asks an agent again and again, and keeps the errors. It ends with the answer to its last request: one that is lost counts.
 type pump struct {
 	stop   context.CancelFunc
 	wg     sync.WaitGroup
@@ -32,14 +32,13 @@ func newPump(t testing.TB, b *Bus, to core.AgentID, bound time.Duration) *pump {
 	to = reach(b, string(to))
 	p.wg.Go(func() {
 		for ctx.Err() == nil {
-			asked, cancel := context.WithTimeout(ctx, bound)
+			asked, cancel := context.WithTimeout(context.Background(), bound)
 			_, err := b.Request(asked, "", to, hello(string(b.opt.Identity.ID())))
 			cancel()
 			p.mu.Lock()
-			switch {
-			case err == nil:
+			if err == nil {
 				p.good++
-			case ctx.Err() == nil:
+			} else {
 				p.errors = append(p.errors, err)
 			}
 			p.mu.Unlock()
@@ -64,7 +63,7 @@ func (p *pump) counts() (good int, errs []error) {
 func TestClusterLosesItsLeaders(t *testing.T) {
 	leaktest.Check(t)
 	c := nettest.NewNATSTrio(t)
-	const ttl = 20 * time.Second
+	const ttl = nettest.ElectionBound + 20*time.Second // an entry ends only if no leader lets it be renewed for longer than any election is waited for
 	boot := newBus(t, Options{Identity: named("boot"), ClusterURL: c.URLs(), TTL: ttl})
 	if err := boot.Register(ctxOf(t, nettest.ElectionBound), agent("boot", "boot")); err != nil {
 		t.Fatal(err)
@@ -82,10 +81,16 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	serve(kept)
 	target := core.Target{Bootstrap: "http://not-used:1", EngineID: "e"}
 	for _, b := range []*Bus{decode, kept} {
-		if a, _, err := b.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || shortName(a.ID) != "P" {
-			t.Fatalf("%+v, %v", a, err)
-		}
+		eventually(t, "P is found", func() error { // a replica may not have its entry yet
+			a, _, err := b.Lookup(ctxOf(t, nettest.ElectionBound), target)
+			if err == nil && shortName(a.ID) != "P" {
+				err = fmt.Errorf("it is %+v", a)
+			}
+			return err
+		})
 	}
+	ask(t, decode, "", "P", "P via : hello D") // D's server may not know yet where P is
+	renewed := sequenceOf(t, decode, "e")
 	// Between the servers that stay nothing is lost. Towards the other server the bound
 	// is short, so that a lost request does not hide the requests after it.
 	onSurvivors, before := newPump(t, decode, "P", nettest.ElectionBound), sessions(prefill, decode)
@@ -93,6 +98,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 
 	killed := time.Now()
 	leader.Kill()
+	prefill.renewNow() // a renewal meets the election
 
 	// At once P is found, by an agent that knows it and by a new one, though nobody
 	// leads the registry.
@@ -118,10 +124,18 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Logf("a new agent is registered %v after the kill", time.Since(killed).Round(100*time.Millisecond))
-	// The entry does not expire, before or after the election.
-	for time.Since(killed) < ttl+5*time.Second {
+	// The entry does not expire, before or after the election: it is there all the time until the new leader has taken the renewal that
+	// met the election, and the next one, which is due ttl/3 later.
+	for renewals := 0; renewals < 2; {
 		if a, _, err := decode.Lookup(ctxOf(t, nettest.ElectionBound), target); err != nil || shortName(a.ID) != "P" {
 			t.Fatalf("%v after the kill: %+v, %v", time.Since(killed), a, err)
+		}
+		if seq := sequenceOf(t, decode, "e"); seq > renewed {
+			renewed, renewals = seq, renewals+1
+			t.Logf("renewal %d is there %v after the kill", renewals, time.Since(killed).Round(100*time.Millisecond))
+		}
+		if time.Since(killed) > 2*(nettest.ElectionBound+ttl) {
+			t.Fatalf("%d renewals since the kill", renewals)
 		}
 		time.Sleep(100 * time.Millisecond) // a poll of another process's state
 	}
@@ -131,6 +145,9 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 			good, errs, before, sessions(prefill, decode))
 	}
 	// An agent of the killed server is unreachable for a moment, never gone.
+	if _, err := kept.homeLink().wait(ctxOf(t, within)); err != nil {
+		t.Fatal(err)
+	}
 	ask(t, kept, "", "P", "P via : hello K")
 	ask(t, decode, "", "K", "K via : hello D")
 	for what, p := range map[string]*pump{"from": onKilled, "to": toKilled} {
@@ -151,7 +168,7 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 	leader.Start()
 	c.StreamLeader(stream)
 	meta, _ := c.MetaLeader()
-	again := newPump(t, decode, "P", nettest.ElectionBound)
+	again := newPump(t, decode, "P", 500*time.Millisecond) // P's server may be the one that goes
 	meta.Kill()
 	for _, who := range []*Bus{decode, fresh, kept} {
 		begin := time.Now()
@@ -177,6 +194,21 @@ func TestClusterLosesItsLeaders(t *testing.T) {
 			t.Errorf("after the second kill: %v", err)
 		}
 	}
+}
+
+// sequenceOf is the number in the registry of an engine's entry, which each renewal raises.
+func sequenceOf(t *testing.T, b *Bus, engine string) (seq uint64) {
+	t.Helper()
+	l := b.homeLink()
+	err := l.patiently(ctxOf(t, nettest.ElectionBound), func(ctx context.Context) error {
+		r, err := l.readChecked(ctx, clusterKey(engine, 0, 0))
+		seq = r.seq
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return seq
 }
 
 // With one server there is one replica; a number that cannot be is an error.
