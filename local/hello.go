@@ -124,8 +124,9 @@ func (w *challenge) prove(ticket random, h hello) {
 	w.proof = w.proofOf(ticket, h)
 }
 
+// proofOf uses a label that is of the wire, as that of a response is: peers of other builds know it.
 func (w *challenge) proofOf(ticket random, h hello) random {
-	return ticket.derive("challenge", h.bytes(), w.bytes()[:challengeSize-16])
+	return ticket.derive("welcome", h.bytes(), w.bytes()[:challengeSize-16])
 }
 
 func (w *challenge) bytes() []byte {
@@ -154,7 +155,7 @@ type response struct {
 func (c *response) prove(ticket random, h hello, w *challenge) { c.proof = c.proofOf(ticket, h, w) }
 
 func (c *response) proofOf(ticket random, h hello, w *challenge) random {
-	return ticket.derive("response", h.bytes(), w.bytes(), c.bytes()[:responseSize-16])
+	return ticket.derive("claim", h.bytes(), w.bytes(), c.bytes()[:responseSize-16])
 }
 
 func (c *response) bytes() []byte {

@@ -68,7 +68,7 @@ type Options struct {
 	ConnectTimeout time.Duration
 	Logger         *zap.Logger
 
-	linkIdle, linkPing, sweep time.Duration // tests only
+	linkIdle, linkPing, sweep, sweepMost time.Duration // tests only
 }
 
 // CheckCluster checks the URLs of a cluster, separated by commas, and returns a
@@ -135,6 +135,6 @@ func (o *Options) complete() error {
 	if o.linkIdle == 0 {
 		o.linkIdle = defaultIdle
 	}
-	o.linkPing, o.sweep = cmp.Or(o.linkPing, defaultPing), cmp.Or(o.sweep, defaultSweep)
+	o.linkPing, o.sweep, o.sweepMost = cmp.Or(o.linkPing, defaultPing), cmp.Or(o.sweep, defaultSweep), cmp.Or(o.sweepMost, sweepAtMost)
 	return nil
 }

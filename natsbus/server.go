@@ -37,7 +37,7 @@ const (
 	maxUnreadBytes     = 32 << 20
 	// maxPending is what the server may keep for this process's own agent: more than all
 	// clients can send it. For clients it keeps next to nothing, see clientWriter.
-	maxPending = 2*maxUnansweredBytes + 2*wire.MaxMessage
+	maxPending = 3*maxUnansweredBytes + 2*wire.MaxMessage
 
 	// defaultServerPing finds a peer that vanished without closing its connection:
 	// two unanswered pings end it.

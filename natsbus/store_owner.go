@@ -1,3 +1,5 @@
+// Whether the agent that has made a folder has ended: by its process on this host, else by its silence.
+
 package natsbus
 
 import (
@@ -66,7 +68,8 @@ func readOwner(lock *os.File) (o storeOwner, err error) {
 	return o, json.Unmarshal(text[:n], &o)
 }
 
-// ended says whether the process has ended for certain. held: a process of this host holds its lock.
+// ended says whether the process has ended, as far as this host can know. held: a process of this host holds its lock. What it cannot know: a
+// process that was restored from a checkpoint has another start time, and a machine that was cloned with its memory has the same boot id.
 //
 // The kernel ends a process's lock when the process ends, unless the process has forked: then its child has the lock too, and may outlive
 // it. So if the lock is held, the process itself is looked for. And if hosts, or sandboxes, do not share locks, a lock may be free here

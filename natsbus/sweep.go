@@ -28,7 +28,7 @@ const (
 
 // sweep runs until Close.
 func (b *Bus) sweep() {
-	for wait := b.opt.sweep; ; wait = min(2*wait, sweepAtMost) {
+	for wait := b.opt.sweep; ; wait = min(2*wait, b.opt.sweepMost) {
 		if b.opt.Server != nil {
 			b.opt.Server.store.touch()
 		}

@@ -141,7 +141,7 @@ func TestKilledLeavesNothing(t *testing.T) {
 		passed := t.Run(name, func(t *testing.T) {
 			leaktest.Check(t)
 			left := temp(t)
-			b, err := Open(Options{Identity: named("D"), sweep: time.Millisecond})
+			b, err := Open(Options{Identity: named("D"), sweep: time.Millisecond, sweepMost: 20 * time.Millisecond})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -285,7 +285,7 @@ func TestOwnerTouches(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = s.Close() }()
-	b, err := Open(Options{Identity: s.opt.Identity, Server: s, Token: "sixteen characters", sweep: time.Millisecond})
+	b, err := Open(Options{Identity: s.opt.Identity, Server: s, Token: "sixteen characters", sweep: time.Millisecond, sweepMost: 20 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -139,7 +139,7 @@ func (c *steps) poll(s *step) (more bool, err error) {
 	return more, err
 }
 
-// offerWritten offers what the step has written, in the order of its moments: a growth counts
+// offerWritten offers what the step has written, in the order of its moments: what a moment makes ready counts
 // only when those before it do.
 func (c *steps) offerWritten(s *step) (more bool, err error) {
 	list := s.written()

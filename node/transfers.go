@@ -142,7 +142,7 @@ func (t *transports) ended(r core.Report) string {
 		if p := t.pairs[c.peer]; p != nil && r.Code == core.OK {
 			p.transfers[c.via.Name()]++
 		}
-		name = cmp.Or(name, c.via.Name())
+		name = cmp.Or(name, c.via.Name()) // the first part's; tests count on it that it is not that of the part that ended first
 	}
 	if name = cmp.Or(r.Stats.Via, name); name != "" { // the report's figures are those of all parts
 		t.moved[name].add(r)

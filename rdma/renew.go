@@ -119,7 +119,7 @@ func (g *remapping) rest() {
 // startRemapping has the goroutine do what is due; mu is held.
 func (t *Transport) startRemapping() {
 	if !t.remapping.runs {
-		t.remapping.runs = t.goRun("rdma renew", t.renewing)
+		t.remapping.runs = t.goRun("rdma remap", t.renewing)
 	}
 }
 

@@ -1,4 +1,4 @@
-// What a claim and its load have in common, and the ends that P must still hear of while D looks P up.
+// What a claim and its load have in common: the maps of both, and the ends that P must still hear of while D looks P up.
 
 package half
 

@@ -1,5 +1,6 @@
 // D's side of the engine's calls: which claim or load may begin, and what becomes of one of a transfer that several P ranks have
-// (fan-in). Each part of such a one is a claim or load of its own, with one peer. The engine knows only the transfer.
+// (fan-in). Each part of such a one is a claim or load of its own, with one peer. The engine knows only the transfer. Also claims whose load
+// could only fail.
 
 package machine
 

@@ -8,7 +8,6 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -261,7 +260,7 @@ func checkID[T ~string](id T) error {
 	if len(id) == 0 || len(id) > core.MaxTransferID {
 		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
 	}
-	if strings.Contains(string(id), core.PartSeparator) {
+	if isPart(id) {
 		return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
 	}
 	return nil

@@ -1,4 +1,4 @@
-// The remote side of a transport in a process of its own: it obeys the suite's orders.
+// The remote side of a transport in a process of its own: it runs the suite's commands.
 
 package coretest
 
