@@ -47,7 +47,7 @@ func (k random) name() random { return k.derive("name") }
 func (k random) equals(other random) bool { return hmac.Equal(k[:], other[:]) }
 
 // magic begins each side's first message: "KL" and the version of the protocol.
-const magic = uint32('K')<<24 | uint32('L')<<16 | 2
+const magic = uint32('K')<<24 | uint32('L')<<16 | 3
 
 const (
 	helloSize     = 4 + 2*16
@@ -124,9 +124,8 @@ func (w *challenge) prove(ticket random, h hello) {
 	w.proof = w.proofOf(ticket, h)
 }
 
-// proofOf uses a label that is of the wire, as that of a response is: peers of other builds know it.
 func (w *challenge) proofOf(ticket random, h hello) random {
-	return ticket.derive("welcome", h.bytes(), w.bytes()[:challengeSize-16])
+	return ticket.derive("challenge", h.bytes(), w.bytes()[:challengeSize-16])
 }
 
 func (w *challenge) bytes() []byte {
@@ -155,7 +154,7 @@ type response struct {
 func (c *response) prove(ticket random, h hello, w *challenge) { c.proof = c.proofOf(ticket, h, w) }
 
 func (c *response) proofOf(ticket random, h hello, w *challenge) random {
-	return ticket.derive("claim", h.bytes(), w.bytes(), c.bytes()[:responseSize-16])
+	return ticket.derive("response", h.bytes(), w.bytes(), c.bytes()[:responseSize-16])
 }
 
 func (c *response) bytes() []byte {

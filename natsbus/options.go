@@ -101,8 +101,11 @@ func CheckJSPrefix(prefix string) error {
 	return nil
 }
 
-// defaultSweep is from the first look for folders of killed agents to the second.
-const defaultSweep = time.Minute
+// defaultSweep is from the first look for folders of killed agents to the second. The distance grows, up to sweepAtMost.
+const (
+	defaultSweep = time.Minute
+	sweepAtMost  = time.Hour // much less than silentFor
+)
 
 // complete checks the options and sets the defaults.
 func (o *Options) complete() error {

@@ -21,9 +21,8 @@ const newFor = time.Hour
 // A process that is killed cannot remove its server's folder. So each agent of the same user looks for such folders, at once and then
 // at growing intervals.
 const (
-	sweepAtMost = time.Hour // much less than silentFor
-	sweepNames  = 256       // names that are read at a time; Close ends a round between two reads
-	sweepStored = 64        // folders of killed agents after which a round ends
+	sweepNames  = 256 // names that are read at a time; Close ends a round between two reads
+	sweepStored = 64  // folders of killed agents after which a round ends
 )
 
 // sweep runs until Close.
