@@ -74,9 +74,13 @@ func (a *attacker) knock(boot string) (net.Conn, error) {
 	if a.at != "" {
 		d.LocalAddr = &net.TCPAddr{IP: net.ParseIP(a.at)}
 	}
-	raw, err := d.Dial("tcp", strings.TrimPrefix(boot, "http://"))
+	address, secure := strings.CutPrefix(boot, "https://")
+	raw, err := d.Dial("tcp", strings.TrimPrefix(address, "http://"))
 	if err != nil {
 		return nil, err
+	}
+	if secure {
+		raw = tls.Client(raw, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13})
 	}
 	_ = raw.SetDeadline(time.Now().Add(bound))
 	_, err = io.WriteString(raw, "GET /nats HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: nats\r\n\r\n")

@@ -53,20 +53,22 @@ func drip(t testing.TB, at, to string, first int64) (dripped *atomic.Int64) {
 // TestBytesThatDrip: a prefill engine that says that it sends, and sends a byte now and then,
 // kept the decode engine's blocks for as long as it liked: no stream stood still, nobody was
 // silent. Now a load ends when load_timeout_s is over.
-func TestBytesThatDrip(t *testing.T) {
+func TestBytesThatDrip(t *testing.T) { atBoth(t, bytesThatDrip) }
+
+func bytesThatDrip(t *scenario) {
 	ports, err := freeport.Take(1)
 	if err != nil {
 		t.Fatal(err)
 	}
 	port := ports[0]
-	slow := start(t, map[string]any{"role": "prefill", "tcp_port": port, "bootstrap_host": "127.0.0.2", "advertise_host": "127.0.0.2"})
+	slow := t.startAnother("", "slow", map[string]any{"tcp_port": port, "bootstrap_host": "127.0.0.2", "advertise_host": "127.0.0.2"})
 	dripped := drip(t, fmt.Sprintf("127.0.0.2:%d", port), fmt.Sprintf("127.0.0.1:%d", port), 2048)
-	p := start(t, map[string]any{"role": "prefill"})
-	d := start(t, map[string]any{"role": "decode", "load_timeout_s": 3})
+	p := t.startPlain("prefill", nil)
+	d := t.startPlain("decode", map[string]any{"load_timeout_s": 3})
 	calm := before(t, p, d)
 	slow.say("offer dripped 4 4")
 	began := time.Now()
-	d.say("load dripped 30 4 %s", slow.boot)
+	d.say("load dripped 30 4 %s", slow.from())
 	h := &honest{}
 	for h.all < loadsBefore || dripped.Load() == 0 {
 		h.load(t, p, d, fmt.Sprint("beside", h.all))

@@ -22,12 +22,16 @@ import (
 type hostilePrefill struct {
 	*attacker
 	id, boot string
+	names    string            // its engine_id
+	bus      *rogue            // with which it speaks; nil: it is a host, see newHostilePrefill
 	entry    []byte            // its own in the registry
 	loads    chan *wire.Load   // that it was asked for
 	streams  chan *evilStream  // that decode has opened
 	met      chan *hostileLink // each time that an agent has said hello
 	// answer, if it is set, answers in a way of its own, or returns false.
 	answer func(l *hostileLink, reply string, req *wire.Request) bool
+	// renewal, if it is set, answers renewals of who meets it by its bus.
+	renewal atomic.Pointer[wire.Reply]
 	// registry, if it is set, answers a question to the registry in a way of its own, or returns false.
 	registry func(l *hostileLink, subject, reply string) bool
 }
@@ -39,18 +43,21 @@ func newHostilePrefill(t testing.TB) *hostilePrefill {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = ln.Close() })
-	e := &hostilePrefill{attacker: newAttacker(t), loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64), met: make(chan *hostileLink, 64)}
+	e := &hostilePrefill{attacker: newAttacker(t), names: "p0", loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64), met: make(chan *hostileLink, 64)}
 	go e.listen(ln)
 	a := aHello().Hello
 	e.id = idOf(e.public)
 	_, port, _ := net.SplitHostPort(ln.Addr().String())
-	a.ID, a.EngineID, a.Endpoints[0].Address = e.id, "p0", ":"+port
+	a.ID, a.EngineID, a.Endpoints[0].Address = e.id, e.names, ":"+port
 	if e.entry, err = a.MarshalMsg(nil); err != nil {
 		t.Fatal(err)
 	}
 	e.boot, _ = e.host("kvconn - -\n", e.serve)
 	return e
 }
+
+// from is what a load from it names.
+func (e *hostilePrefill) from() string { return e.boot + " " + e.names }
 
 // await is the next of what a channel brings.
 func await[T any](t testing.TB, what string, c <-chan T) T {
@@ -77,14 +84,31 @@ func (e *hostilePrefill) load(t testing.TB, id string) *wire.Load {
 // hostileLink is an agent's connection to it.
 type hostileLink struct {
 	*session
-	asks     string        // the subject at which the agent hears it; "": not yet
-	heard    chan struct{} // holds a value when the agent has answered
+	answers
+	asks  string            // the subject at which the agent hears it; "": not yet
+	heard chan struct{}     // holds a value when the agent has answered
+	mu    sync.Mutex        // held while it writes
+	subs  map[string]string // by subject, with NATS's number
+	wants map[string]string // by its beginning: the last subject at which the agent wants an answer
+}
+
+// answers are those of an agent to what the attacker asks it.
+type answers struct {
 	answered atomic.Int64
-	unmet    atomic.Int64      // answers that want a hello first
-	told     atomic.Int64      // transfers of which an answer says anything
-	mu       sync.Mutex        // held while it writes
-	subs     map[string]string // by subject, with NATS's number
-	wants    map[string]string // by its beginning: the last subject at which the agent wants an answer
+	unmet    atomic.Int64 // that want a hello first
+	told     atomic.Int64 // transfers of which they say anything
+}
+
+func (a *answers) note(rep *wire.Reply) {
+	for _, s := range rep.Statuses {
+		if core.Status(s) != core.StatusUnknown {
+			a.told.Add(1)
+		}
+	}
+	if rep.Again == wire.AgainAfterHello {
+		a.unmet.Add(1)
+	}
+	a.answered.Add(1)
 }
 
 // serve is the host's side of the NATS protocol.
@@ -140,15 +164,7 @@ func (e *hostilePrefill) came(l *hostileLink, subject, reply string, data []byte
 		if wire.Decode(data, rep) != nil {
 			return
 		}
-		for _, s := range rep.Statuses {
-			if core.Status(s) != core.StatusUnknown {
-				l.told.Add(1)
-			}
-		}
-		if rep.Again == wire.AgainAfterHello {
-			l.unmet.Add(1)
-		}
-		l.answered.Add(1)
+		l.note(rep)
 		put(l.heard, struct{}{})
 	case e.registry != nil && strings.HasPrefix(subject, "$JS.API.") && e.registry(l, subject, reply):
 	case strings.Contains(subject, ".STREAM.INFO."):
@@ -183,7 +199,7 @@ func answerOf(req *wire.Request) *wire.Reply {
 	rep := &wire.Reply{}
 	switch req.Kind {
 	case wire.KindHello:
-		rep.Tickets, rep.AgeMS = []wire.Ticket{{Transport: "tcp", Ticket: make([]byte, 16)}}, 1_000_000
+		rep.Tickets, rep.AgeMS = []wire.Ticket{{Transport: "tcp", Ticket: ticketFor(req.Hello)}}, 1_000_000
 	case wire.KindRenew:
 		for range len(req.Renew.Loads) + len(req.Renew.Claims) {
 			rep.Statuses = append(rep.Statuses, uint8(core.StatusSending))
@@ -255,7 +271,8 @@ func (l *hostileLink) ask(t testing.TB, req *wire.Request) string {
 // evilStream is a stream that decode has opened to it.
 type evilStream struct {
 	net.Conn
-	t testing.TB
+	t             testing.TB
+	data, answers *sealer // nil: it is in the clear
 }
 
 func (e *hostilePrefill) listen(ln net.Listener) {
@@ -266,8 +283,9 @@ func (e *hostilePrefill) listen(ln net.Listener) {
 		}
 		e.t.Cleanup(func() { _ = c.Close() })
 		go func() {
-			if _, err := io.ReadFull(c, make([]byte, 40+16)); err == nil { // decode's hello, and its proof
-				put(e.streams, &evilStream{c, e.t})
+			s, hello := &evilStream{Conn: c, t: e.t}, make([]byte, frameHeader+16) // and its proof, or a random value before that
+			if _, err := io.ReadFull(c, hello); err == nil && s.answersHello(hello) == nil {
+				put(e.streams, s)
 			}
 		}()
 	}
@@ -279,6 +297,10 @@ const (
 	frameAck   = 3
 	frameNack  = 4
 	frameLeave = 5
+	frameFault = 7
+
+	frameSealedHello = 8
+	frameHelloReply  = 9
 )
 
 // frame is a frame's header, and its bytes.
@@ -294,7 +316,7 @@ func (s *evilStream) say(frames ...[]byte) {
 	s.t.Helper()
 	_ = s.SetWriteDeadline(time.Now().Add(bound))
 	for _, f := range frames {
-		if _, err := s.Write(f); err != nil {
+		if err := s.send(f); err != nil {
 			s.t.Fatal(err)
 		}
 	}
@@ -305,9 +327,13 @@ func (s *evilStream) hears(kind uint32, key []byte) {
 	s.t.Helper()
 	_ = s.SetReadDeadline(time.Now().Add(bound))
 	want := frame(kind, key, 0, 0, nil)[:24]
-	for got := make([]byte, 40); !slices.Equal(got[:24], want); {
-		if _, err := io.ReadFull(s, got); err != nil {
+	for {
+		got, err := s.next()
+		if err != nil {
 			s.t.Fatalf("no answer of kind %d: %v", kind, err)
+		}
+		if slices.Equal(got[:24], want) {
+			return
 		}
 	}
 }

@@ -61,14 +61,16 @@ func loadsOfManyPieces(s *scenario) {
 
 // TestPrefillOfManyPieces: a prefill engine that says it has a region for each head had decode
 // keep a list of as many pieces for each load that waited for it.
-func TestPrefillOfManyPieces(t *testing.T) {
-	p := startOrdered(t, "NHD", map[string]any{"role": "prefill"})
-	hostile := startOrdered(t, "heads", map[string]any{"role": "prefill"})
-	d := startOrdered(t, "NHD", map[string]any{"role": "decode"})
+func TestPrefillOfManyPieces(t *testing.T) { atBoth(t, prefillOfManyPieces) }
+
+func prefillOfManyPieces(t *scenario) {
+	p := t.startAs(exec.Command(os.Args[0]), "NHD", "prefill", nil)
+	hostile := t.startAnother("heads", "evil", nil)
+	d := t.startAs(exec.Command(os.Args[0]), "NHD", "decode", nil)
 	calm := before(t, p, d)
 	h := &honest{}
 	for i := range manyLoads {
-		d.say("load many%d 0 %d %s", i, numBlocks, hostile.boot)
+		d.say("load many%d 0 %d %s", i, numBlocks, hostile.from())
 		if i%6 == 0 {
 			h.load(t, p, d, fmt.Sprint("beside", i))
 		}

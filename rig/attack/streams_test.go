@@ -38,7 +38,7 @@ func (h *onTheWay) pass(from io.Reader, to io.Writer) {
 }
 
 // serve lets the streams that come to an address through to another one.
-func (h *onTheWay) serve(t *testing.T, at, to string) {
+func (h *onTheWay) serve(t testing.TB, at, to string) {
 	t.Helper()
 	l, err := net.Listen("tcp", at)
 	if err != nil {
@@ -67,57 +67,71 @@ func (h *onTheWay) serve(t *testing.T, at, to string) {
 }
 
 // TestManInTheMiddle: a host between prefill and decode read each KV cache, and what it changed
-// was taken for good. Without a token it still does. With a token it sees nothing of a
+// was taken for good. Without a token, nkeys or TLS it still does. With one of them it sees nothing of a
 // cache, what it changes ends the load with the reason, and no byte of that is in a block.
 func TestManInTheMiddle(t *testing.T) {
+	inEachDeployment(t, manInTheMiddle)
+	t.Run("port-token", func(t *testing.T) {
+		manInTheMiddle(newScenario(t, deployment{name: "port-token", token: "a-token-0123456789"}))
+	})
+}
+
+func manInTheMiddle(t *scenario) {
 	cache, other := bytes.Repeat([]byte{170}, 64), bytes.Repeat([]byte{171}, 64)
-	for _, token := range []string{"", "a-token-0123456789"} {
-		ports, err := freeport.Take(1)
-		if err != nil {
-			t.Fatal(err)
-		}
-		p := start(t, map[string]any{"role": "prefill", "nats_token": token, "tcp_port": ports[0], "advertise_host": "127.0.0.2"})
-		d := start(t, map[string]any{"role": "decode", "nats_token": token})
-		p.boot = strings.Replace(p.boot, "127.0.0.2", "127.0.0.1", 1) // the host is on the way of the data only
-		h := &onTheWay{}
-		h.serve(t, fmt.Sprint("127.0.0.2:", ports[0]), fmt.Sprint("127.0.0.1:", ports[0]))
-		p.say("fill 170")
-		if l := transfer(t, p, d, "read"); l.Code != "ok" {
-			t.Fatalf("with the token %q: %+v", token, l)
-		}
-		h.mu.Lock()
-		if seen := bytes.Contains(h.read.Bytes(), cache); seen != (token == "") {
-			t.Errorf("with the token %q the host has read a KV cache: %t", token, seen)
-		}
-		h.change = func(b []byte) {
-			if token == "" {
-				copy(b, bytes.ReplaceAll(b, cache, other))
-			} else if len(b) > 0 {
-				b[len(b)/2] ^= 1
-			}
-		}
-		h.mu.Unlock()
-		l := transfer(t, p, d, "changed")
-		bytes := d.say("bytes").Bytes
-		if token == "" && (l.Code != "ok" || bytes["171"] == 0) {
-			t.Errorf("without a token: %+v, %v; the attack itself has failed", l, bytes)
-		}
-		if token != "" && (l.Code == "ok" || !strings.Contains(l.Reason, "wrong tag") || bytes["170"]+bytes["0"] != layers*numBlocks*blockBytes) {
-			t.Errorf("with the token %q: %+v, %v", token, l, bytes)
-		}
-		h.mu.Lock()
-		h.change = nil
-		h.mu.Unlock()
-		// The stream that came after the one that was broken may have been changed too, before the host ceased: a load
-		// may still meet that.
-		var after said
-		for try := range 3 {
-			if after = transfer(t, p, d, fmt.Sprint("after-", try)); after.Code == "ok" {
-				break
-			}
-		}
-		if token != "" && after.Code != "ok" {
-			t.Errorf("honest loads after it: %+v", after)
+	sealed := t.token != "" || t.nkeys || t.tls
+	ports, err := freeport.Take(1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := t.startPlain("prefill", map[string]any{"tcp_port": ports[0], "advertise_host": "127.0.0.2"})
+	d := t.startPlain("decode", nil)
+	p.boot = strings.Replace(p.boot, "127.0.0.2", "127.0.0.1", 1) // the host is on the way of the data only
+	h := &onTheWay{}
+	h.serve(t, fmt.Sprint("127.0.0.2:", ports[0]), fmt.Sprint("127.0.0.1:", ports[0]))
+	p.say("fill 170")
+	if l := transfer(t, p, d, "read"); l.Code != "ok" {
+		t.Fatalf("%+v", l)
+	}
+	h.mu.Lock()
+	passed := h.read.Len()
+	if seen := bytes.Contains(h.read.Bytes(), cache); seen == sealed {
+		t.Errorf("the host has read a KV cache: %t", seen)
+	}
+	h.change = func(b []byte) {
+		if !sealed {
+			copy(b, bytes.ReplaceAll(b, cache, other))
+		} else if len(b) > 0 {
+			b[len(b)/2] ^= 1
 		}
 	}
+	h.mu.Unlock()
+	if passed < fourBlocks {
+		t.Errorf("the host has passed %d bytes on: the attack itself has failed", passed)
+	}
+	l := transfer(t, p, d, "changed")
+	bytes := d.say("bytes").Bytes
+	if !sealed && (l.Code != "ok" || bytes["171"] == 0) {
+		t.Errorf("in the clear: %+v, %v; the attack itself has failed", l, bytes)
+	}
+	if sealed && (l.Code == "ok" || !strings.Contains(l.Reason, "wrong tag") || bytes["170"]+bytes["0"] != layers*numBlocks*blockBytes) {
+		t.Errorf("sealed: %+v, %v", l, bytes)
+	}
+	h.mu.Lock()
+	h.change = nil
+	h.mu.Unlock()
+	// The stream that came after the one that was broken may have been changed too, before the host ceased: a load
+	// may still meet that.
+	var after said
+	for try := range 3 {
+		if after = transfer(t, p, d, fmt.Sprint("after-", try)); after.Code == "ok" {
+			break
+		}
+	}
+	if !sealed {
+		return // it is documented
+	}
+	if after.Code != "ok" {
+		t.Errorf("honest loads after it: %+v", after)
+	}
+	got(t, "each KV cache read, and what it changed taken for good", "0 bytes of a cache in %d that it passed on, 0 changed bytes in blocks: %q, and a load after it is well", passed, l.Reason)
 }

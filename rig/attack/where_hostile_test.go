@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -20,6 +21,16 @@ func (s *scenario) hostileEngine(name string) string {
 	return name
 }
 
+// hostilePrefill is a prefill engine of the attacker's that decode agents meet: at a port without anything a host that a client has named,
+// elsewhere an engine that is let in as others are.
+func (s *scenario) hostilePrefill(name string) *hostilePrefill {
+	s.Helper()
+	if s.server == nil {
+		return newHostilePrefill(s.T)
+	}
+	return s.prefills(s.hostileEngine(name), aHello().Hello)
+}
+
 // prefills is a prefill engine of the attacker's that has all that a prefill engine of the deployment has. It is registered, and
 // decode agents that load from it meet it. a is what it says of itself.
 func (s *scenario) prefills(engine string, a *wire.Agent) *hostilePrefill {
@@ -29,7 +40,7 @@ func (s *scenario) prefills(engine string, a *wire.Agent) *hostilePrefill {
 		s.Fatal(err)
 	}
 	s.Cleanup(func() { _ = ln.Close() })
-	e := &hostilePrefill{attacker: newAttacker(s.T), loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64)}
+	e := &hostilePrefill{attacker: newAttacker(s.T), names: engine, loads: make(chan *wire.Load, 64), streams: make(chan *evilStream, 64)}
 	go e.listen(ln)
 	o := s.options("prefill")
 	e.boot = "http://127.0.0.1:1" // nobody asks there: all meet at the cluster
@@ -37,10 +48,14 @@ func (s *scenario) prefills(engine string, a *wire.Agent) *hostilePrefill {
 		o.Server, e.boot = s.port(o.Identity)
 	}
 	r := s.open(o)
-	e.id = r.id
+	e.id, e.bus = r.id, r
 	r.Serve(func(_ core.Via, req *wire.Request) *wire.Reply {
-		if req.Kind == wire.KindLoad {
+		switch {
+		case req.Kind == wire.KindLoad:
 			put(e.loads, req.Load)
+		case req.Kind == wire.KindRenew && e.renewal.Load() != nil:
+			rep := *e.renewal.Load()
+			return &rep
 		}
 		return answerOf(req)
 	})
@@ -51,6 +66,31 @@ func (s *scenario) prefills(engine string, a *wire.Agent) *hostilePrefill {
 		s.Fatal(err)
 	}
 	return e
+}
+
+// floodBy asks an agent that r has found again and again, many times at once, until the test ends. In a cluster it need not look for it.
+func (s *scenario) floodBy(r *rogue, to string, requests ...*wire.Request) *answers {
+	a := &answers{}
+	ctx, over := context.WithCancel(s.Context())
+	var wg sync.WaitGroup
+	for first := range 8 {
+		wg.Go(func() {
+			for n := first; ctx.Err() == nil; n++ {
+				within, cancel := context.WithTimeout(ctx, 5*time.Second)
+				rep, err := r.Request(within, r.via, core.AgentID(to), requests[n%len(requests)])
+				if cancel(); err == nil {
+					a.note(rep)
+				} else {
+					time.Sleep(10 * time.Millisecond) // the attack's own pace: its connection may have ended
+				}
+			}
+		})
+	}
+	s.Cleanup(func() {
+		over()
+		wg.Wait()
+	})
+	return a
 }
 
 // port is a bootstrap port of the attacker's.

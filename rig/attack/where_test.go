@@ -21,6 +21,7 @@ type deployment struct {
 	cluster bool   // at a NATS server, else at prefill's own port
 	nkeys   bool   // with examples/nats/kvconn.conf
 	earlier bool   // that file as it was: each prefill engine may write all entries
+	both    bool   // the decode engine is a prefill engine too
 	token   string // "": none
 	tls     bool
 }
@@ -52,10 +53,20 @@ func inEachDeployment(t *testing.T, attack func(s *scenario)) {
 	}
 }
 
-// atBoth makes an attack at a port and in a cluster: it takes longer, and is the same wherever its messages come from.
+// atBoth makes an attack in the two deployments that differ most, at a port without anything and in a cluster with nkeys and TLS: it
+// takes longer, and is the same wherever its messages come from.
 func atBoth(t *testing.T, attack func(s *scenario)) {
+	for _, m := range both() {
+		t.Run(m.name, func(t *testing.T) { attack(newScenario(t, m)) })
+	}
+}
+
+func both() []deployment { return []deployment{deployments[0], deployments[len(deployments)-1]} }
+
+// atPorts makes an attack at prefill engines' own ports: without anything, and with all that there may be.
+func atPorts(t *testing.T, attack func(s *scenario)) {
 	for _, m := range deployments {
-		if m.name == "port" || m.name == "cluster-nkeys" {
+		if !m.cluster {
 			t.Run(m.name, func(t *testing.T) { attack(newScenario(t, m)) })
 		}
 	}
@@ -73,6 +84,10 @@ func newScenario(t *testing.T, m deployment) *scenario {
 	if m.nkeys {
 		s.prefill, s.decode, s.hostileP, s.hostile = newNATSKey(t), newNATSKey(t), newNATSKey(t), newNATSKey(t)
 		prefills, decodes := []string{s.prefill.public, s.hostileP.public}, []string{s.decode.public, s.hostile.public}
+		if m.both { // to each prefill engine all others are engines that ask
+			decodes = append(decodes, prefills...)
+			prefills = append(prefills, s.decode.public)
+		}
 		users := nettest.ClusterOf
 		if m.earlier {
 			users = nettest.EarlierClusterOf
@@ -104,7 +119,7 @@ func (s *scenario) config(role string) map[string]any {
 	if s.cluster {
 		c["nats_url"] = s.url()
 	}
-	if s.cluster && role == "prefill" {
+	if s.cluster && role != "decode" {
 		c["advertise_host"] = "127.0.0.1"
 	}
 	if s.token != "" {
@@ -118,6 +133,8 @@ func (s *scenario) config(role string) map[string]any {
 	switch {
 	case s.nkeys && role == "prefill":
 		c["nats_nkey_seed_file"], c["engine_id"] = s.prefill.file, s.prefill.engine("p0")
+	case s.nkeys && role == "both":
+		c["nats_nkey_seed_file"], c["engine_id"] = s.decode.file, s.decode.engine("d0")
 	case s.nkeys:
 		c["nats_nkey_seed_file"], c["nats_js_prefix"] = s.decode.file, natsRegistry
 	}
@@ -128,6 +145,31 @@ func (s *scenario) config(role string) map[string]any {
 func (s *scenario) start(role string, more map[string]any) *victim {
 	s.Helper()
 	return s.startAs(exec.Command(os.Args[0]), "", role, more)
+}
+
+// startPlain is start of an agent that has, at a port without anything, its defaults.
+func (s *scenario) startPlain(role string, more map[string]any) *victim {
+	s.Helper()
+	if s.cluster || s.token != "" || s.tls {
+		return s.start(role, more)
+	}
+	c := map[string]any{"role": role}
+	maps.Copy(c, more)
+	return start(s.T, c)
+}
+
+// startAnother starts another honest prefill engine than p0. In a cluster with nkeys its key is the second that may be one.
+func (s *scenario) startAnother(order, name string, more map[string]any) *victim {
+	s.Helper()
+	c := map[string]any{}
+	maps.Copy(c, more)
+	if s.nkeys {
+		c["nats_nkey_seed_file"] = s.hostileP.file
+	}
+	if s.cluster { // at ports two engines may have one name
+		c["engine_id"] = s.hostileEngine(name)
+	}
+	return s.startAs(exec.Command(os.Args[0]), order, "prefill", c)
 }
 
 // startAs is start by a command, with blocks as ordered says.
@@ -148,6 +190,15 @@ func (s *scenario) newcomers(p *victim, when string, n int) *honest {
 		d.end()
 	}
 	return h
+}
+
+// newcomersPlain is newcomers that have, at a port without anything, their defaults.
+func (s *scenario) newcomersPlain(p *victim, when string, n int) *honest {
+	s.Helper()
+	if s.cluster || s.token != "" || s.tls {
+		return s.newcomers(p, when, n)
+	}
+	return newcomers(s.T, p, when, n)
 }
 
 // rogue is an agent of the attacker's. It proves who it is as agents do, and seals what it says where they do. What it says
