@@ -46,8 +46,11 @@ const (
 	heads  = blockBytes / tokens / kv.RegionAlign
 )
 
+// manyRegions are of a layer whose order is "many".
+const manyRegions = 512
+
 // ordered gives a region's blocks tokens and heads, in an order: "NHD" or "HND". "heads" makes
-// a region of each head. "" leaves the blocks opaque.
+// a region of each head, "many" very many regions of opaque blocks. "" leaves the blocks opaque.
 func ordered(r kv.Region, order string) (list []kv.Region) {
 	r.Tokens, r.Heads, r.TotalHeads = tokens, heads, heads
 	switch order {
@@ -60,6 +63,15 @@ func ordered(r kv.Region, order string) (list []kv.Region) {
 		r.TokenStride, r.HeadStride = kv.RegionAlign, kv.RegionAlign
 		for h := range uint32(heads) {
 			r.FirstHead = h
+			list = append(list, r)
+			r.Base += numBlocks * r.BlockStride
+		}
+		return list
+	case "many":
+		r.Tokens, r.Heads, r.TotalHeads = 0, 0, 0
+		r.BlockBytes, r.BlockStride = blockBytes/manyRegions, blockBytes/manyRegions
+		for i, name := 0, r.Name; i < manyRegions; i++ {
+			r.Name = fmt.Sprint(name, ".", i)
 			list = append(list, r)
 			r.Base += numBlocks * r.BlockStride
 		}

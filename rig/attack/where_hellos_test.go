@@ -3,6 +3,8 @@ package attack
 import (
 	"context"
 	"fmt"
+	"os"
+	"os/exec"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -10,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -83,4 +86,47 @@ func (r *rogue) until(over context.Context, p *victim, req *wire.Request) error 
 	defer cancel()
 	_, err := r.Request(ctx, r.via, core.AgentID(p.id), req)
 	return err
+}
+
+// ofOtherCaches is a hello of a decode engine whose blocks lie as nobody else's do: what prefill keeps of how its caches fit is of no
+// use for another.
+func ofOtherCaches(n int64) *wire.Request {
+	req := aHello()
+	req.Hello.Shapes = nil
+	for i := range layers {
+		for _, r := range ordered(kv.Region{Name: fmt.Sprintf("layer.%d", i), NumBlocks: numBlocks}, "many") {
+			stride := r.BlockBytes * uint64(n+1)
+			req.Hello.Shapes = append(req.Hello.Shapes, wire.Shape{Name: r.Name, BlockStride: stride, BlockBytes: r.BlockBytes, NumBlocks: numBlocks})
+		}
+	}
+	return req
+}
+
+// TestHellosOfOtherCaches: decode engines of the attacker's say hello, each with other caches of very many regions. Of each prefill kept
+// how its own fit: 1.8 GiB of 4,096. Now that has a bound (maxMatched in node/matched.go), and who has only said hello makes room.
+func TestHellosOfOtherCaches(t *testing.T) {
+	atBoth(t, func(s *scenario) {
+		p, d := s.startAs(exec.Command(os.Args[0]), "many", "prefill", nil), s.startAs(exec.Command(os.Args[0]), "many", "decode", nil)
+		before(s, p, d)
+		ids := 1300 // without a bound they take 1,300 times 1,024 times 248 bytes
+		if raced {
+			ids = 100
+		}
+		met := s.hellosUnder(ids, p, ofOtherCaches)
+		if met < int64(ids)*9/10 {
+			s.Errorf("prefill has met %d of %d: the attack itself has failed", met, ids)
+		}
+		h := &honest{}
+		for i := range loadsBefore {
+			h.load(s, p, d, fmt.Sprint("beside", i))
+		}
+		n := &honest{}
+		for i := range 3 {
+			c := s.startAs(exec.Command(os.Args[0]), "many", "decode", map[string]any{"engine_id": fmt.Sprint("new", i)})
+			n.load(s, p, c, fmt.Sprint("new", i))
+			c.end()
+		}
+		p.peak = p.mib("VmHWM")
+		got(s, "1.8 GiB kept of 4,096 hellos", "%d decode engines met, %s, of newcomers %s, %s", met, h.went(s), n.went(s), p.growth(s))
+	})
 }
