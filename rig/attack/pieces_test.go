@@ -64,9 +64,9 @@ func loadsOfManyPieces(s *scenario) {
 func TestPrefillOfManyPieces(t *testing.T) { atBoth(t, prefillOfManyPieces) }
 
 func prefillOfManyPieces(t *scenario) {
-	p := t.startAs(exec.Command(os.Args[0]), "NHD", "prefill", nil)
+	p := t.startOrdered("NHD", "prefill", nil)
 	hostile := t.startAnother("heads", "evil", nil)
-	d := t.startAs(exec.Command(os.Args[0]), "NHD", "decode", nil)
+	d := t.startOrdered("NHD", "decode", nil)
 	calm := before(t, p, d)
 	h := &honest{}
 	for i := range manyLoads {

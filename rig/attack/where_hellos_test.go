@@ -3,8 +3,6 @@ package attack
 import (
 	"context"
 	"fmt"
-	"os"
-	"os/exec"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -106,7 +104,7 @@ func ofOtherCaches(n int64) *wire.Request {
 // how its own fit: 1.8 GiB of 4,096. Now that has a bound (maxMatched in node/matched.go), and who has only said hello makes room.
 func TestHellosOfOtherCaches(t *testing.T) {
 	atBoth(t, func(s *scenario) {
-		p, d := s.startAs(exec.Command(os.Args[0]), "many", "prefill", nil), s.startAs(exec.Command(os.Args[0]), "many", "decode", nil)
+		p, d := s.startOrdered("many", "prefill", nil), s.startOrdered("many", "decode", nil)
 		before(s, p, d)
 		ids := 1300 // without a bound they take 1,300 times 1,024 times 248 bytes
 		if raced {
@@ -122,7 +120,7 @@ func TestHellosOfOtherCaches(t *testing.T) {
 		}
 		n := &honest{}
 		for i := range 3 {
-			c := s.startAs(exec.Command(os.Args[0]), "many", "decode", map[string]any{"engine_id": fmt.Sprint("new", i)})
+			c := s.startOrdered("many", "decode", map[string]any{"engine_id": fmt.Sprint("new", i)})
 			n.load(s, p, c, fmt.Sprint("new", i))
 			c.end()
 		}

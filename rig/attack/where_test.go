@@ -150,12 +150,18 @@ func (s *scenario) start(role string, more map[string]any) *victim {
 // startPlain is start of an agent that has, at a port without anything, its defaults.
 func (s *scenario) startPlain(role string, more map[string]any) *victim {
 	s.Helper()
+	return s.startOrdered("", role, more)
+}
+
+// startOrdered is startPlain of an agent whose blocks have tokens and heads; see ordered.
+func (s *scenario) startOrdered(order, role string, more map[string]any) *victim {
+	s.Helper()
 	if s.cluster || s.token != "" || s.tls {
-		return s.start(role, more)
+		return s.startAs(exec.Command(os.Args[0]), order, role, more)
 	}
 	c := map[string]any{"role": role}
 	maps.Copy(c, more)
-	return start(s.T, c)
+	return startOrdered(s.T, order, c)
 }
 
 // startAnother starts another honest prefill engine than p0. In a cluster with nkeys its key is the second that may be one.
