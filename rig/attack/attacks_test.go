@@ -200,9 +200,10 @@ func hostThatRenews(t *scenario) {
 	req := &wire.Request{Kind: wire.KindRenew, Renew: many}
 	if t.cluster {
 		heard := t.floodBy(t.open(t.options("prefill")), d.id, req)
+		underWay(t, "answers of decode's", heard.answered.Load, 1)
 		defer func() {
-			if heard.answered.Load() == 0 || heard.told.Load() > 0 {
-				t.Errorf("of decode's %d answers %d say something: the attack itself has failed, or they tell of others' transfers", heard.answered.Load(), heard.told.Load())
+			if heard.told.Load() > 0 {
+				t.Errorf("decode tells it something of %d transfers of others", heard.told.Load())
 			}
 		}()
 	} else {

@@ -196,7 +196,9 @@ func (s *scenario) floodsByBus(e *hostilePrefill, d *victim, hello bool, words f
 	if words == nil {
 		return &answers{}
 	}
-	return s.floodBy(e.bus, d.id, words(true)...)
+	heard := s.floodBy(e.bus, d.id, words(true)...)
+	underWay(s, "answers of decode's", heard.answered.Load, 1)
+	return heard
 }
 
 // floodsAsHost floods the agent by words or, if there are none, by answers that nobody has asked for.

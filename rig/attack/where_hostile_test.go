@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"testing"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -91,6 +92,17 @@ func (s *scenario) floodBy(r *rogue, to string, requests ...*wire.Request) *answ
 		wg.Wait()
 	})
 	return a
+}
+
+// underWay waits until an attack has got so far.
+func underWay(t testing.TB, what string, now func() int64, most int64) {
+	t.Helper()
+	for deadline := time.Now().Add(bound); now() < most && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+	if n := now(); n < most {
+		t.Errorf("%s: %d, want %d: the attack itself has failed", what, n, most)
+	}
 }
 
 // port is a bootstrap port of the attacker's.

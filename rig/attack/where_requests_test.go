@@ -3,6 +3,7 @@ package attack
 import (
 	"context"
 	"fmt"
+	"math"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -38,17 +39,13 @@ func TestRenewalsOfAnEnd(t *testing.T) {
 			s.Fatalf("the answer to a renewal has %d reasons, want %d: the attack itself has failed", len(rep.Ends), 2*most)
 		}
 		flood := s.floodBy(r, p.id, naming(most))
+		underWay(s, "answers", flood.answered.Load, 1)
 		h := &honest{}
 		for i := range loadsBefore {
 			h.load(s, p, d, fmt.Sprint("beside", i))
 		}
 		n := s.newcomersPlain(p, "new", 3)
-		for deadline := time.Now().Add(bound); flood.answered.Load() < loadsBefore && time.Now().Before(deadline); {
-			h.load(s, p, d, fmt.Sprint("beside", h.all))
-		}
-		if flood.answered.Load() < loadsBefore {
-			s.Errorf("prefill has answered %d renewals: the attack itself has failed", flood.answered.Load())
-		}
+		underWay(s, "answers", flood.answered.Load, loadsBefore)
 		p.peak = p.mib("VmHWM")
 		got(s, "another's hello took 3.3 s, 604 MiB", "%d answers of %d reasons, %s, of newcomers %s, %s", flood.answered.Load(), 2*most, h.went(s), n.went(s), p.growth(s))
 	})
@@ -77,7 +74,7 @@ func (s *scenario) pour(p *victim, conns int, data []byte) *poured {
 			for ctx.Err() == nil {
 				if c, err := newAttacker(s).enter(p.boot, "ask", s.token); err == nil {
 					stop := context.AfterFunc(ctx, func() { _ = c.conn.Close() })
-					f.sent.Add(c.pour(p, 1<<40, data))
+					c.pour(p, math.MaxInt, data, &f.sent)
 					stop()
 				}
 				select {
@@ -90,18 +87,19 @@ func (s *scenario) pour(p *victim, conns int, data []byte) *poured {
 	return f
 }
 
-// pour says a request so many times, or until the connection ends, and reads what comes. It returns how many were sent.
-func (s *session) pour(p *victim, most int64, data []byte) (sent int64) {
+// pour says a request so many times, or until the connection ends, and reads what comes.
+func (s *session) pour(p *victim, most int, data []byte, sent *atomic.Int64) {
 	var read sync.WaitGroup
 	read.Go(func() { pong(s.conn, s.br) })
 	defer read.Wait()
 	defer s.conn.Close()
 	in := "_INBOX." + s.id + ".p"
 	_, err := fmt.Fprintf(s.conn, "SUB %s.> 1\r\n", in)
-	for ; err == nil && sent < most; sent++ {
-		err = s.publish("kvconn.v1.agent."+p.id+"."+s.id, fmt.Sprint(in, ".", sent), data)
+	for n := 0; err == nil && n < most; n++ {
+		if err = s.publish("kvconn.v1.agent."+p.id+"."+s.id, fmt.Sprint(in, ".", n), data); err == nil {
+			sent.Add(1)
+		}
 	}
-	return sent
 }
 
 // pourPlain has a user of the cluster say long plain messages to prefill, as many bytes a second as a port would read of it. What comes
@@ -180,6 +178,7 @@ func requestsWithoutPause(s *scenario, name, was string, data []byte) {
 			return n
 		}
 	}
+	underWay(s, "requests", sent, 2*conns)
 	h := &honest{}
 	for i := range 2 * loadsBefore {
 		h.load(s, p, d, fmt.Sprint("beside", i))
@@ -203,9 +202,10 @@ func TestBurstOfLongRequests(t *testing.T) {
 			d.say("load waits%d %d 4 %s", i, 4*i, p.from())
 		}
 		p.poll("loads that wait", func(l said) bool { return l.Stats.OffersEarly == loads })
-		sent := int64(0)
+		var sent atomic.Int64
 		if s.cluster {
-			for say := s.plain(p); sent < burst && say() == nil; sent++ {
+			for say := s.plain(p); sent.Load() < burst && say() == nil; {
+				sent.Add(1)
 			}
 		} else {
 			c, err := newAttacker(s).enter(p.boot, "ask", s.token)
@@ -213,10 +213,10 @@ func TestBurstOfLongRequests(t *testing.T) {
 				s.Fatal(err)
 			}
 			_ = c.conn.SetWriteDeadline(time.Now().Add(4 * time.Second)) // it is read at a pace
-			sent = c.pour(p, burst, make([]byte, wire.MaxMessage))
+			c.pour(p, burst, make([]byte, wire.MaxMessage), &sent)
 		}
-		if sent < 2 {
-			s.Errorf("%d requests were sent: the attack itself has failed", sent)
+		if sent.Load() < 2 {
+			s.Errorf("%d requests were sent: the attack itself has failed", sent.Load())
 		}
 		h := &honest{}
 		for i := range loads {
@@ -235,6 +235,6 @@ func TestBurstOfLongRequests(t *testing.T) {
 		}
 		n := s.newcomersPlain(p, "new", 2)
 		p.peak = p.mib("VmHWM")
-		got(s, "20 of 50 loads that waited failed", "%d long requests at once, of those that waited %s, of newcomers %s, %s", sent, h.went(s), n.went(s), p.growth(s))
+		got(s, "20 of 50 loads that waited failed", "%d long requests at once, of those that waited %s, of newcomers %s, %s", sent.Load(), h.went(s), n.went(s), p.growth(s))
 	})
 }
