@@ -132,7 +132,8 @@ func crowd(n int, attack func(a *attacker), t *testing.T) {
 
 // TestManyHellos: who has the token says hello under as many ids as prefill remembers decode engines. All others were refused
 // for as long as it went on. Now an engine that has only said hello makes room for the next. An engine whose load waits for prefill's
-// engine meanwhile gets it. At a port half of the hellos come from its own address, in a cluster all have one nkey.
+// engine meanwhile gets it, since each renewal makes it the newest of its account (get in node/peers.go). At a port half of the hellos
+// come from its own address, in a cluster all have one nkey.
 func TestManyHellos(t *testing.T) { atBoth(t, manyHellos) }
 
 func manyHellos(t *scenario) {
