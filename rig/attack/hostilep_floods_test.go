@@ -91,7 +91,7 @@ var floodsOfMet = []struct {
 // TestPrefillThatWasMet: a host that decode has met as a prefill engine, and that knows the ids of
 // others' loads. It floods decode by its messages, or by its answers. It never sends what decode
 // loads from it. Others' loads go on, and decode has its blocks back when load_timeout_s is over.
-// In a cluster it is a prefill engine with a key of its own. There it gives no answer unasked: TestStrangerAtANATSServer.
+// In a cluster it is a prefill engine with a key of its own. There it can give no answer unasked: natsbus TestAnswersOfUsers.
 func TestPrefillThatWasMet(t *testing.T) {
 	for i := range floodsOfMet {
 		t.Run(strings.ReplaceAll(floodsOfMet[i].name, " ", "-"), func(t *testing.T) {
