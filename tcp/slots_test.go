@@ -184,6 +184,11 @@ func TestNoStreamWaitsForALostCopy(t *testing.T) {
 				return d.receiver.byID["t"] == nil
 			})
 			if !before {
+				until(t, "the stream waits", func() bool {
+					in.copies.mu.Lock()
+					defer in.copies.mu.Unlock()
+					return in.copies.idle != nil
+				})
 				in.copies.lose()
 			}
 			select {
