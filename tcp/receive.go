@@ -85,7 +85,7 @@ func (p *inPeer) reads(frames int, now time.Time) {
 	p.moves.Run(p.reading > 0 || fault.On("stream-rest-counts"), now)
 }
 
-// took is how long bytes have come from the peer since the transfer's first byte. Bytes of the peer's other transfers count too, since
+// took is the time, since the transfer's first byte, in which bytes came from the peer. Bytes of the peer's other transfers count too, since
 // this transfer may have waited for its turn behind them. receiver.mu is held.
 func (in *inbound) took() time.Duration { return in.peer.moves.Sum(time.Now()) - in.since }
 

@@ -161,7 +161,7 @@ def wrong_blocks(cache: Cache, ids: list[int], others: bytes) -> int:
 
 
 class Other(NamedTuple):
-    """Decode's device, if it is not prefill's, or what CUDA_VISIBLE_DEVICES is for prefill."""
+    """How decode's device differs from prefill's: by decode's number of it, or by what CUDA_VISIBLE_DEVICES is for prefill."""
 
     device: int = 0
     visible: Optional[str] = None
