@@ -35,6 +35,7 @@ OTHER_CLIENT = "MPS: does a client's fault end the others"
 INSTANCE = "MIG: what is an instance's UUID"
 TWO_INSTANCES = "MIG: can two instances open each other's memory"
 BOUNCED = "confidential computing: are pinned copies bounced, and are IPC and dma-buf refused"
+GPU_NODE = "NUMA: on which node does the GPU lie"
 RING_NODE = "NUMA: on which node do the ring's pages lie"
 FAR_RING = "NUMA: how much slower is a ring on another node"
 
@@ -227,6 +228,8 @@ def numa(driver: Driver, asked: Asked, sys_at: str = "/sys") -> dict[str, Any]:
     driver.call("cuDeviceGetPCIBusId", place, 32, driver.device)
     name = place.value.decode().lower()
     own = read(f"{sys_at}/bus/pci/devices/{name}/numa_node")
+    if own is None or int(own) < 0:
+        asked.skip(GPU_NODE, f"the kernel does not say for {name}" if own else f"there is no {sys_at}/bus/pci/devices/{name}")
     node = f"{sys_at}/devices/system/node"
     online = numbers(read(f"{node}/online") or "")
     cpus = {i: set(numbers(read(f"{node}/node{i}/cpulist") or "")) & os.sched_getaffinity(0) for i in online}
@@ -259,7 +262,7 @@ TOPICS: dict[str, tuple[Callable[[Driver, Asked], dict[str, Any]], list[str]]] =
     "mps": (mps, [CLIENT, OTHER_CLIENT]),
     "mig": (mig, [INSTANCE, TWO_INSTANCES]),
     "confidential_computing": (confidential, [BOUNCED]),
-    "numa": (numa, [RING_NODE, FAR_RING]),
+    "numa": (numa, [GPU_NODE, RING_NODE, FAR_RING]),
 }
 
 
