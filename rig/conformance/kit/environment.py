@@ -77,7 +77,7 @@ def numbers(text: str) -> list[int]:
 
 def read(path: str) -> Optional[str]:
     with contextlib.suppress(OSError):
-        return Path(path).read_text()
+        return Path(path).read_text(errors="replace")  # a process may have any name
     return None
 
 

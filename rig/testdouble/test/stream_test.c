@@ -139,7 +139,6 @@ void test_queue(void) {
   end_pair(&x);
 }
 
-/* The legacy stream comes after all blocking streams and before their later work; a non-blocking one knows nothing of it. */
 /* Streams have no order among them, but with one connection all wait for what was given before. */
 void test_one_connection(void) {
   struct pair x = make_pair();
@@ -196,6 +195,7 @@ void test_green(void) {
   leave_device(0);
 }
 
+/* The legacy stream comes after all blocking streams and before their later work; a non-blocking one knows nothing of it. */
 void test_legacy(void) {
   struct pair x = make_pair();
   CUstream blocking;
