@@ -60,5 +60,5 @@ var defects = []faulttest.Defect{
 
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
-	faulttest.Run(t, defects, nil)
+	faulttest.Run(t, 8, defects, nil)
 }

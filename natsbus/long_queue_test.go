@@ -45,7 +45,7 @@ func (q *longQueue) has(timeout time.Duration) {
 }
 
 // TestLongRequestsTakeTurns: a round answers one long request of each owner. An owner that comes when others have many requests waiting
-// is in the round too.
+// is in the next round, whoever waits.
 func TestLongRequestsTakeTurns(t *testing.T) {
 	q := newLongQueue(time.Hour, ownerOf)
 	want := func(order string) {

@@ -6,7 +6,7 @@
 // # The fans
 //
 // A transfer that goes in parts has a fan: on D a fan-in of its claim and then of its load, on P a fan-out of its offer. The fan has a
-// state of its own, and makes one report of the parts'. Its tables have the notation of core/half's, and are functions too.
+// state of its own. If the engine is to hear of its end, the fan makes one report of the parts'. Its tables have the notation of core/half's, and are functions too.
 // "-" stands for no fan. Each part is a half of its own. What the engine says reaches each part that has not ended, as an event of the part.
 //
 // An event is a type of [core.Event], Divided or FanOut as in core/half, or one of three that a part tells: it has Ended, it is Lost, or it is

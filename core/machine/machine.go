@@ -5,6 +5,7 @@ package machine
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -90,8 +91,8 @@ func (m *Machine) Step(now time.Time, e core.Event) []core.Action {
 		m.closed = true
 		m.halves.Close(now)
 	case core.Abandon:
-		for _, f := range m.fans.claims {
-			m.fanTo(&f.fan, "", half.Always, fanNone)
+		for _, id := range slices.Sorted(maps.Keys(m.fans.claims)) {
+			m.fanTo(&m.fans.claims[id].fan, "", half.Always, fanNone)
 		}
 		m.halves.Abandon(now)
 	default:

@@ -177,7 +177,7 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
         """Whether vLLM must not put whole steps into CUDA graphs, which call no layer.
 
         The connector sends what such a step computes when the step has ended: later, but right. By default vLLM has full graphs
-        only for steps that decode, and these steps compute nothing that is sent. So the graphs stay, with all that decode gains by
+        only for steps that only decode, and these steps compute nothing that is sent. So the graphs stay, with all that decode gains by
         them, unless somebody asks for layers.
         """
         return (extra_config or {}).get(SEND_EARLY) == LAYERS

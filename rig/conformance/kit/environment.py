@@ -259,10 +259,10 @@ def numa(driver: Driver, asked: Asked, sys_at: str = "/sys") -> dict[str, Any]:
 
 
 TOPICS: dict[str, tuple[Callable[[Driver, Asked], dict[str, Any]], list[str]]] = {
-    "mps": (mps, [CLIENT, OTHER_CLIENT]),
     "mig": (mig, [INSTANCE, TWO_INSTANCES]),
     "confidential_computing": (confidential, [BOUNCED]),
     "numa": (numa, [GPU_NODE, RING_NODE, FAR_RING]),
+    "mps": (mps, [CLIENT, OTHER_CLIENT]),  # last: it provokes a fault, which may end this process's context too
 }
 
 

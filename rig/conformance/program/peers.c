@@ -30,6 +30,7 @@ static struct peer start_peer(const char *what, const char *argument) {
   fflush(stdout);
   struct peer p = {fork(), ends[0]};
   if (!p.pid) {
+    alarm(PEER_SECONDS); /* stays over exec */
     execl(own_path(), "kvgpu-facts", "--peer", what, both, (char *)NULL);
     _exit(250);
   }
