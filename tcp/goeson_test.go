@@ -1,0 +1,236 @@
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"net"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/kv"
+	"github.com/kvconn/kvconn/rig/leaktest"
+)
+
+// heldSlots is a Mover whose copies to the device are made when they are waited for, each when the test lets it.
+type heldSlots struct {
+	*fewSlots
+	begun atomic.Int64
+	ends  chan struct{} // a value for each copy; closed: for all
+}
+
+type heldSlot struct {
+	*fewSlot
+	m    *heldSlots
+	runs []Run
+	over bool
+}
+
+func (m *heldSlots) Slot(ctx context.Context, device int, to Direction, peer core.AgentID) (Slot, error) {
+	s, err := m.fewSlots.Slot(ctx, device, to, peer)
+	if err != nil {
+		return nil, err
+	}
+	return &heldSlot{fewSlot: s.(*fewSlot), m: m}, nil
+}
+
+func (s *heldSlot) Copy(runs []Run) {
+	s.copying, s.runs = true, append([]Run(nil), runs...)
+	s.m.begun.Add(1)
+}
+
+func (s *heldSlot) Wait() error {
+	if !s.over {
+		<-s.m.ends
+		s.fewSlot.Copy(s.runs)
+		s.over = true
+	}
+	return s.fewSlot.Wait()
+}
+
+// aheadOf is a D on a device, and its P. All words that P has said lie in D's socket when D has begun to read them.
+type aheadOf struct {
+	*agent
+	t     *testing.T
+	slots *heldSlots
+	p     *fakeP
+	c     *rawConn
+	grant random // of the transfer "t" of two blocks
+	free  func() // ends all copies
+}
+
+const small = 4 << 10 // bytes of a frame
+
+// ahead has D copy for another transfer, until P has said what it has to say and D's kernel has it.
+func ahead(t *testing.T, says func(a *aheadOf) [][]byte) *aheadOf {
+	t.Helper()
+	leaktest.Check(t)
+	a := &aheadOf{t: t, slots: &heldSlots{fewSlots: newFewSlots(8, 64<<10), ends: make(chan struct{})}}
+	a.free = sync.OnceFunc(func() { close(a.slots.ends) })
+	a.agent = newAgent(t, Config{Streams: 1, StallTimeout: time.Hour, Mover: a.slots})
+	t.Cleanup(a.free)
+	a.receiver.redial = time.Hour // of a stream that has brought nothing
+	a.p = newFakeP(t, a.agent, "p")
+	a.grant = a.expect(t, "t", "p", allBlocks(2))
+	before := a.expect(t, "before", "p", [][]kv.BlockID{{testBlocks - 1}})
+	a.c, _ = a.p.stream()
+	a.c.say(frame(before, 0, small, 1))
+	until(t, "D copies", func() bool { return a.slots.begun.Load() == 1 })
+	a.c.say(says(a)...)
+	until(t, "D's kernel has all", func() bool {
+		raw, err := a.c.Conn.(*net.TCPConn).SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		left := -1
+		_ = raw.Control(func(fd uintptr) { left, _ = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
+		return left == 0
+	})
+	a.slots.ends <- struct{}{}
+	return a
+}
+
+// frame is a whole one, whose bytes are all the same.
+func frame(grant random, position, length uint64, of byte) []byte {
+	return append(frameBytes(header{kind: frameData, key: grant, position: position, length: length}), bytes.Repeat([]byte{of}, int(length))...)
+}
+
+// begins waits until so many copies of the transfer have begun, and none has ended.
+func (a *aheadOf) begins(n int64) {
+	a.t.Helper()
+	until(a.t, "copies go on while the next frame is read", func() bool { return a.slots.begun.Load() == 1+n })
+	if !bytes.Equal(a.mem[:2*small], make([]byte, 2*small)) {
+		a.t.Error("a copy has ended")
+	}
+}
+
+// TestNextFrameWhileCopying: D reads the next frame of a transfer, and begins its copies, while those of the frame before go on. The bytes of
+// both count when their copies have ended.
+func TestNextFrameWhileCopying(t *testing.T) {
+	a := ahead(t, func(a *aheadOf) [][]byte {
+		return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, small, small, 2), frame(a.grant, 2*small, small, 3)}
+	})
+	a.begins(3)
+	a.c.say(frame(a.grant, 3*small, 2*testBlock-3*small, 4))
+	if told := a.sink.All("received", "t"); len(told) > 0 {
+		t.Errorf("told %+v, and copies go on", told)
+	}
+	a.free()
+	if o := a.sink.Wait("received", "t", 1); o.Err != nil || o.Stats.Bytes != 2*testBlock {
+		t.Errorf("received: %+v", o)
+	}
+	for i, at := range []uint64{0, small, 2 * small, 3 * small, 2*testBlock - 1} {
+		if want := byte(min(i+1, 4)); a.mem[at] != want {
+			t.Errorf("byte %d is %d, want %d", at, a.mem[at], want)
+		}
+	}
+	if n := a.slots.early.Load(); n > 0 {
+		t.Errorf("%d slots were given back while a copy used them", n)
+	}
+}
+
+// TestRevokeWhileTheNextFrameIsRead: P stops in the middle of the next frame. Revoke waits for the copies of both frames, and for nothing of P's.
+// After it nothing lands.
+func TestRevokeWhileTheNextFrameIsRead(t *testing.T) {
+	a := ahead(t, func(a *aheadOf) [][]byte {
+		return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, small, small, 2)[:headerSize+small/2]}
+	})
+	a.begins(2)
+	revoked := make(chan error, 1)
+	go func() { revoked <- a.Revoke("t") }()
+	until(t, "the revoke has begun", func() bool {
+		a.receiver.mu.Lock()
+		defer a.receiver.mu.Unlock()
+		return a.receiver.byID["t"] == nil
+	})
+	a.slots.ends <- struct{}{} // one of the two
+	select {
+	case <-revoked:
+		t.Error("Revoke returned while a copy may land")
+	case <-time.After(20 * time.Millisecond):
+	}
+	a.free()
+	select {
+	case err := <-revoked:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(bound):
+		t.Fatal("the copies have ended, and Revoke waits")
+	}
+	for i := range a.mem {
+		a.mem[i] = 9
+	}
+	a.c.say(bytes.Repeat([]byte{2}, small/2), frame(a.grant, 2*small, small, 3), frameBytes(header{kind: frameData, key: random{1}}))
+	for h := a.c.next(); h.key != (random{1}); h = a.c.next() {
+		if h.kind != frameNack || h.key != a.grant {
+			t.Errorf("answered by %+v", h)
+		}
+	}
+	a.full(t, 9)
+	if told := a.sink.All("received", "t"); len(told) > 0 {
+		t.Errorf("told %+v", told)
+	}
+}
+
+// TestBadFrameWhileCopying: the next frame is one that no sender sends. The transfer fails when its copies have ended, and not before.
+func TestBadFrameWhileCopying(t *testing.T) {
+	a := ahead(t, func(a *aheadOf) [][]byte { return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, 0, small, 2)} })
+	a.begins(1)
+	time.Sleep(20 * time.Millisecond) // who fails it at once does so now
+	if told := a.sink.All("received", "t"); len(told) > 0 {
+		t.Errorf("told %+v, and a copy goes on", told)
+	}
+	a.free()
+	if o := a.sink.Wait("received", "t", 1); o.Err == nil {
+		t.Error("it ended well")
+	}
+}
+
+// TestOtherFrameWhileCopying: what follows is another transfer's frame. The copies of the first are waited for before it is read.
+func TestOtherFrameWhileCopying(t *testing.T) {
+	var other random
+	a := ahead(t, func(a *aheadOf) [][]byte {
+		other = a.expect(a.t, "other", "p", [][]kv.BlockID{{2}})
+		return [][]byte{frame(a.grant, 0, small, 1), frame(other, 0, small, 2)}
+	})
+	a.begins(1)
+	time.Sleep(20 * time.Millisecond)
+	if n := a.slots.begun.Load(); n != 2 {
+		t.Errorf("%d copies, want 2: another transfer's frame was read", n)
+	}
+	a.slots.ends <- struct{}{}
+	until(t, "the other's frame is read", func() bool { return a.slots.begun.Load() == 3 })
+	a.receiver.mu.Lock()
+	defer a.receiver.mu.Unlock()
+	if got := a.receiver.byGrant[a.grant].got; got != small {
+		t.Errorf("%d bytes count, want %d", got, small)
+	}
+}
+
+// TestBreakWhileCopying: the connection breaks in the next frame. What has come of both frames counts once, and is not asked for again.
+func TestBreakWhileCopying(t *testing.T) {
+	a := ahead(t, func(a *aheadOf) [][]byte {
+		return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, small, small, 2)[:headerSize+small/2]}
+	})
+	a.begins(2)
+	_ = a.c.Close()
+	a.free()
+	c, again := a.p.stream()
+	if want := uint64(3*headerSize + 2*small + small/2); again.position != want {
+		t.Errorf("%d bytes received, want %d", again.position, want)
+	}
+	c.say(frame(a.grant, small+small/2, 2*testBlock-small-small/2, 3))
+	if o := a.sink.Wait("received", "t", 1); o.Err != nil || o.Stats.Bytes != 2*testBlock {
+		t.Errorf("received: %+v", o)
+	}
+	for at, want := range map[int]byte{0: 1, small: 2, small + small/2: 3, 2*testBlock - 1: 3} {
+		if a.mem[at] != want {
+			t.Errorf("byte %d is %d, want %d", at, a.mem[at], want)
+		}
+	}
+}
