@@ -32,7 +32,7 @@ func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64
 	if s.t.devices.mover == nil || out == nil {
 		return w.write(st.vec, length, time.Time{})
 	}
-	return w.writeStaged(&st.source, length)
+	return w.writeStaged(length)
 }
 
 // frameWriter writes parts of a frame to its stream.

@@ -58,7 +58,7 @@ func TestSealedAndNotSent(t *testing.T) {
 	if err := b.rekey(); err != nil {
 		t.Fatal(err)
 	}
-	st := &outStream{conn: here, raw: raw, sealed: &seals{data: b}}
+	st := &outStream{conn: here, raw: raw, sealed: &seals{data: b}, outFrame: newOutFrame(), next: newOutFrame()}
 	block := make([]byte, 8)
 	for range 1000 { // full buffers take some bytes again when the kernel has put their packets together
 		for n := 1 << 20; n > 0; {

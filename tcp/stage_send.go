@@ -38,8 +38,7 @@ type source struct {
 	ahead   []sourcePart
 	staged  int    // slots in ahead
 	done    uint64 // bytes of the frame that are written
-	slow    bool   // the peer is slow; see tenure
-	yielded bool   // slots were given back in this frame
+	begun   bool   // by lookAhead
 	mayCopy bool   // a slot's copy may read for ever
 	runs    []Run
 }
@@ -59,15 +58,22 @@ var noWait = func() context.Context {
 }()
 
 // writeStaged writes a frame to a stream. Some of the frame's bytes may lie in device memory.
-func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err error) {
+func (w *frameWriter) writeStaged(length uint64) (sent uint64, err error) {
 	w.idle.each = tenure
-	c.begins(w)
+	c, ahead := &w.st.source, w.st.source.begun
+	if c.w, c.begun = w, false; !ahead {
+		c.begins(w, w.st.vec)
+	}
+	w.st.slow, w.st.yielded = w.st.yielded, false
 	defer func() {
 		c.end()
 		if c.mayCopy {
 			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
 		}
 	}()
+	if ahead && w.stops() {
+		return 0, &copyError{"write a frame", errGivenUp}
+	}
 	for {
 		if c.done > 0 && c.done < length { // a part that is taken at once asks nobody
 			if err := w.givenUp(); err != nil {
@@ -81,6 +87,7 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 		if p == nil {
 			return c.done, w.flush(time.Time{})
 		}
+		c.lookAhead()
 		n, err := w.write(p.vec, p.bytes, c.until())
 		c.done += n
 		switch {
@@ -96,18 +103,40 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 // as it takes some bytes.
 func (c *source) until() time.Time {
 	switch {
-	case c.staged == 0 || fault.On("tcp-slot-kept"):
+	case c.staged+c.w.st.next.source.staged == 0 || fault.On("tcp-slot-kept"):
 		return time.Time{}
-	case c.slow:
+	case c.w.st.slow:
 		return time.Now()
 	}
 	return time.Now().Add(tenure)
 }
 
-func (c *source) begins(w *frameWriter) {
-	c.w, c.frame, c.done = w, w.st.vec, 0
-	c.slow, c.yielded = c.yielded, false
+func (c *source) begins(w *frameWriter, frame []iovec) {
+	c.w, c.frame, c.done = w, frame, 0
 	c.rewind()
+}
+
+// lookAhead cuts the frame that follows, when all parts of this one have begun, and begins its copies: so the device need not wait until
+// this frame is written. A slow peer has no copies ahead.
+func (c *source) lookAhead() {
+	st, n := c.w.st, c.w.st.next
+	if len(c.rest) > 0 || st.slow {
+		return
+	}
+	if n.out == nil {
+		if !c.w.s.takeAhead(st, c.w.out) {
+			return
+		}
+		n.source.begins(c.w, n.vec)
+		n.source.begun = true
+	}
+	for len(n.source.rest) > 0 && len(n.source.ahead) <= window && c.staged+n.source.staged < window {
+		p, err := n.source.begin(false)
+		if p == nil || err != nil {
+			return
+		}
+		n.source.ahead = append(n.source.ahead, *p)
+	}
 }
 
 // rewind begins anew with the bytes of the frame that are not written yet.
@@ -116,18 +145,23 @@ func (c *source) rewind() {
 	c.rest = drop(c.store, uintptr(c.done))
 }
 
-// yield gives all slots back.
+// yield gives all slots of the stream back.
 func (c *source) yield() bool {
-	c.slow, c.yielded = true, true
+	st := c.w.st
+	st.slow, st.yielded = true, true
 	ended := c.end()
 	c.rewind()
+	if st.next.out != nil {
+		ended = st.next.source.end() && ended
+		st.next.source.rewind()
+	}
 	return ended
 }
 
 // next is the next part, nil at the frame's end. It begins to copy the parts behind it.
 func (c *source) next() (*sourcePart, error) {
 	for len(c.rest) > 0 && len(c.ahead) < window {
-		p, err := c.begin()
+		p, err := c.begin(true)
 		if p == nil {
 			if err != nil {
 				return nil, err
@@ -152,10 +186,10 @@ func (c *source) next() (*sourcePart, error) {
 	return p, nil
 }
 
-// begin takes a part off the frame. If the part gets no slot, and parts before it must be written first, it returns nil.
+// begin takes a part off the frame. If the part gets no slot, and parts before it must be written first or it may not wait, it returns nil.
 // A frame has its first slot before its header is written. So if it gets no slot, the whole frame can be
 // taken back.
-func (c *source) begin() (*sourcePart, error) {
+func (c *source) begin(wait bool) (*sourcePart, error) {
 	d := &c.w.s.t.devices
 	device, n, bytes := d.alike(c.rest, ^uint64(0))
 	if device < 0 {
@@ -163,12 +197,12 @@ func (c *source) begin() (*sourcePart, error) {
 		c.rest = c.rest[n:]
 		return p, nil
 	}
-	slot, err := c.slot(device)
+	slot, err := c.slot(device, wait)
 	if slot == nil || err != nil {
 		return nil, err
 	}
 	room := uint64(len(slot.Memory()))
-	if c.slow {
+	if c.w.st.slow {
 		room = min(room, slowPart)
 	}
 	_, _, bytes = d.alike(c.rest, room)
@@ -180,11 +214,11 @@ func (c *source) begin() (*sourcePart, error) {
 }
 
 // slot takes a slot. It waits for one only if the stream has none, else it may return nil.
-func (c *source) slot(device int) (Slot, error) {
-	if c.slow && c.staged > 0 {
+func (c *source) slot(device int, wait bool) (Slot, error) {
+	if c.w.st.slow && c.staged > 0 {
 		return nil, nil
 	}
-	for unsent := c.slow; unsent; {
+	for unsent := c.w.st.slow; unsent; {
 		if err := c.w.ready(c.done > 0); err != nil {
 			return nil, err
 		}
@@ -197,7 +231,7 @@ func (c *source) slot(device int) (Slot, error) {
 	if err == nil {
 		return slot, nil
 	}
-	if c.staged > 0 {
+	if c.staged > 0 || !wait {
 		return nil, nil // the parts before it come first
 	}
 	return c.wait(device)
