@@ -1,3 +1,5 @@
+// All clients that read GET /query share one answer, until the table changes.
+
 package bootstrap
 
 import (

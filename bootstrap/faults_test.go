@@ -13,7 +13,12 @@ var defects = []faulttest.Defect{
 	{"table-first-come", "TestRanksOfAnother"},
 	{"table-few-give-way", "TestFewRanksStay"},
 	{"table-joins-push-out", "TestJoinsPushOutNoFew"},
+	{"table-told-first", "TestJoinsPushOutNoFew"},
+	{"table-ways-apart", "TestBothWays"},
 	{"table-lease-told", "TestToldAndJoined"},
+	{"table-all-told", "TestPlacesForRanksThatJoin"},
+	{"table-own-place-taken", "TestPlaceOfItsOwn"},
+	{"table-proof-unheeded", "TestRanksThatProveASecret"},
 	{"rooms-addresses-alike", "TestRoomsOfAnother"},
 	{"rooms-old-stay", "TestOldRoomsGoFirst"},
 }

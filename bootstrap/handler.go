@@ -1,3 +1,5 @@
+// The port's routes are served, and each exchange with a client has a bound.
+
 package bootstrap
 
 import (

@@ -1,3 +1,5 @@
+// The ranks of an SGLang engine, which its routes tell once all of them are there.
+
 package bootstrap
 
 import (

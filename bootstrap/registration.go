@@ -1,3 +1,5 @@
+// A rank's registration is checked, and an error names every field that is wrong.
+
 package bootstrap
 
 import (

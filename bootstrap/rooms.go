@@ -1,3 +1,5 @@
+// The dp rank that has a request's room is kept for the seconds in which a decode engine asks for it.
+
 package bootstrap
 
 import (

@@ -1,3 +1,6 @@
+// The routes of SGLang's bootstrap server as of SGLang 0.5.23: /route,
+// /register_dp_rank, /query_dp_ranks.
+
 package bootstrap
 
 import (
@@ -8,9 +11,6 @@ import (
 	"strconv"
 	"strings"
 )
-
-// The routes of SGLang's bootstrap server as of SGLang 0.5.23: /route,
-// /register_dp_rank, /query_dp_ranks.
 
 // MaxQuery is the largest body of POST /query_dp_ranks: 1,024 rooms of 19 digits, and half as
 // much again. Strangers may ask, so all connections together hold 32 MiB of such bodies.

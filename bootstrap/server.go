@@ -1,3 +1,5 @@
+// The bootstrap port's HTTP server, with its bounds.
+
 package bootstrap
 
 import (

@@ -1,3 +1,5 @@
+// Which ranks are registered at this port, and which one gives way when the table is full.
+
 package bootstrap
 
 import (
@@ -36,18 +38,21 @@ type FullError struct {
 func (e *FullError) Error() string { return "bootstrap: " + e.detail() }
 
 func (e *FullError) detail() string {
-	return fmt.Sprintf("the table holds %d ranks already, its limit: unregister ranks that are gone", e.Limit)
+	return fmt.Sprintf("the table of %d ranks has no place for this one: unregister ranks that are gone", e.Limit)
 }
 
 // Table holds the registered ranks. The zero value is an empty table; it is
 // safe for concurrent use and must not be copied.
 type Table struct {
+	// JoinsProved says that ranks that join have proved a secret. It is set before the table is used.
+	JoinsProved bool
+
 	mu      sync.Mutex
 	engines map[int]Engine
 	entries int
 	limit   int                                // 0 stands for MaxEntries; tests set less
-	told    quota.Places[string, Registration] // those that came by POST /register, by address; no lease ends them
-	joined  quota.Places[string, Registration] // those that have joined, by account, which may be an address too
+	others  quota.Places[string, Registration] // all but this agent's own, by the account that has joined, which may be an address, or the address
+	told    quota.Places[string, Registration] // of these those that came by POST /register; no lease ends them
 	answers answers
 	routes  Routes
 }
@@ -112,12 +117,12 @@ func (t *Table) register(r Registration, by way, owner string, instead []Registr
 	for _, other := range instead { // if one of them was there, there is room
 		t.unregister(other)
 	}
-	if t.entries >= limit {
+	if t.full(by, limit) {
 		victim, ok := t.yields(by, owner, int64(limit/4))
 		if !ok {
 			return nil, &FullError{Limit: limit}
 		}
-		if t.joined.Has(victim) {
+		if !t.told.Has(victim) {
 			gone = append(gone, victim)
 		}
 		t.remove(victim)
@@ -144,33 +149,58 @@ func (t *Table) register(r Registration, by way, owner string, instead []Registr
 // count counts a rank for its owner; mu is held.
 func (t *Table) count(r Registration, by way, owner string) {
 	t.told.Remove(r)
-	t.joined.Remove(r)
+	t.others.Remove(r)
 	switch by {
 	case joins:
-		t.joined.Put(owner, r, 1)
+		if fault.On("table-ways-apart") {
+			owner += " by joining"
+		}
+		t.others.Put(owner, r, 1)
 	case told:
+		t.others.Put(owner, r, 1)
 		t.told.Put(owner, r, 1)
 	case own: // it does not give way
 	}
 }
 
-// yields is the rank that gives way to one of an owner in a full table. It is the newest of the address that has sent the most by POST /register,
-// or else, if the other has joined, of the account of which the most have joined. It gives way only if it is one of more than a quarter of the
-// table, and of at least two more than the owner has in all: an engine that has told of its ranks tells once only, so those of an address that has
-// few stay, however many addresses come, and whether they tell or join. This agent's own rank has a place as long as there is one that did not
-// join. mu is held.
-func (t *Table) yields(by way, owner string, quarter int64) (victim Registration, ok bool) {
-	has := t.told.Of(owner) + t.joined.Of(owner)
-	over := func(most int64) bool {
-		return (most > quarter && most > has+1 || fault.On("table-few-give-way")) && !fault.On("table-first-come")
-	}
+// full says whether one rank more that comes in this way would be one too many. A place is kept for this agent's own rank, and an eighth of the table
+// for that one and ranks that join: no lease ends a rank that came by POST /register, so a few addresses could keep out those of this agent's engine
+// for good. mu is held.
+func (t *Table) full(by way, limit int) bool {
 	switch {
-	case by == own, over(t.told.Most()), by == joins && fault.On("table-joins-push-out"):
-		return t.told.Newest()
-	case by == joins && over(t.joined.Most()):
-		return t.joined.Newest()
+	case t.entries >= limit:
+		return true
+	case by == own:
+		return false
+	case by == told && t.told.Len() >= limit-limit/8 && !fault.On("table-all-told"):
+		return true
 	}
-	return victim, false
+	return t.others.Len() >= limit-1 && !fault.On("table-own-place-taken")
+}
+
+// yields is the rank that gives way to one of an owner in a full table. It is the newest of the address that has sent the most by POST /register or,
+// if the other joins, of the address or account that has the most in all. It gives way only if it is one of more than a quarter of the
+// table, and of at least two more than the owner has in all: an engine that has told of its ranks tells once only, so those of an address that has
+// few stay, however many addresses come, and whether they tell or join. But a rank of this agent's engine, which is its own or has proved a secret, has
+// a place as long as there is one that came by POST /register. mu is held.
+func (t *Table) yields(by way, owner string, quarter int64) (victim Registration, ok bool) {
+	over := func(most int64) bool {
+		return (most > quarter && most > t.others.Of(owner)+1 || fault.On("table-few-give-way")) && !fault.On("table-first-come")
+	}
+	proved := t.JoinsProved && !fault.On("table-proof-unheeded") || fault.On("table-joins-push-out")
+	if by == own || by == joins && proved {
+		if victim, ok = t.told.Newest(); ok || by == own {
+			return victim, ok
+		}
+	}
+	from := &t.told
+	if by == joins && (!fault.On("table-told-first") || !over(t.told.Most())) {
+		from = &t.others
+	}
+	if !over(from.Most()) {
+		return victim, false
+	}
+	return from.Newest()
 }
 
 // Unregister removes a rank and reports whether it was there. It removes a rank only
@@ -200,7 +230,7 @@ func (t *Table) remove(r Registration) {
 	t.entries--
 	t.answers.changed()
 	t.told.Remove(r)
-	t.joined.Remove(r)
+	t.others.Remove(r)
 	delete(engine.WorkerAddr[r.TPRank], r.PPRank)
 	if len(engine.WorkerAddr[r.TPRank]) == 0 {
 		delete(engine.WorkerAddr, r.TPRank)

@@ -128,13 +128,13 @@ func (c *fullTable) has(tps ...int) {
 			c.t.Errorf("rank %d is not there: %v", tp, c.Query())
 		}
 	}
-	if c.entries != len(tps) || c.told.Len()+c.joined.Len() > c.entries {
+	if c.entries != len(tps) || c.told.Len() > c.others.Len() || c.others.Len() > c.entries {
 		c.t.Errorf("%d ranks are there: %v", c.entries, c.Query())
 	}
 }
 
 // TestRanksOfAnother: a table full of ranks that one address has registered has room for another's, until it has no more than a quarter. Those
-// that came last make room. For one that a lease ends any of them does, and none that a lease ends.
+// that came last make room. For the agent's own any of them does, and none that did not come in this way.
 func TestRanksOfAnother(t *testing.T) {
 	leaktest.Check(t)
 	c, full := fullTable{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
@@ -172,7 +172,7 @@ func TestRanksOfAnother(t *testing.T) {
 
 // TestFewRanksStay: however many addresses come, none pushes out ranks of an address that has a quarter of the table or less.
 func TestFewRanksStay(t *testing.T) {
-	c, full := fullTable{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
+	c, full := fullTable{Table: Table{limit: 9}, t: t}, (*FullError)(nil)
 	var all []int
 	for i := range byte(4) {
 		c.fill(netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, i}), 32), 2)
@@ -187,23 +187,72 @@ func TestFewRanksStay(t *testing.T) {
 	c.has(all...)
 }
 
-// TestToldAndJoined: a rank that came by POST /register and then joins gives way no more: a lease ends it.
+// TestToldAndJoined: a rank that came by POST /register and then joins gives way to no other of POST /register: a lease ends it.
 func TestToldAndJoined(t *testing.T) {
-	c := fullTable{Table: Table{limit: 8}, t: t}
+	c := fullTable{Table: Table{limit: 9}, t: t}
 	c.fill(home, 8)
 	if _, err := c.Join(Registration{"e", 0, 8, 0, "a"}, "b", nil); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.add(nil); err != nil { // 9
-		t.Fatal(err)
-	}
+	c.fill(abroad, 1) // 9
 	c.has(1, 2, 3, 4, 5, 6, 8, 9)
+}
+
+// TestPlacesForRanksThatJoin: an eighth of the table is kept for ranks that did not come by POST /register. So four addresses that have nearly a quarter
+// of it each keep out neither ranks that join nor the agent's own.
+func TestPlacesForRanksThatJoin(t *testing.T) {
+	c, full := fullTable{Table: Table{limit: 32}, t: t}, (*FullError)(nil)
+	for i := range byte(4) {
+		c.fill(netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, i}), 32), 7)
+	}
+	if err := c.add(&abroad); !errors.As(err, &full) { // 29
+		t.Errorf("one more by POST /register: %v", err)
+	}
+	for range 3 { // 30 to 32
+		c.join("a", false)
+	}
+	c.join("b", true)
+	if err := c.add(nil); err != nil { // 34
+		t.Errorf("the agent's own: %v", err)
+	}
+	if c.told.Len() != 28 || c.others.Len() != 31 || c.entries != 32 {
+		t.Errorf("%d ranks are there, %d of others, %d by POST /register", c.entries, c.others.Len(), c.told.Len())
+	}
+}
+
+// TestPlaceOfItsOwn: ranks that join leave the agent's own its place, however many they are.
+func TestPlaceOfItsOwn(t *testing.T) {
+	c := fullTable{Table: Table{limit: 9}, t: t}
+	for i := range 8 {
+		c.join(fmt.Sprint("account ", i), false)
+	}
+	c.join("one more", true) // 9
+	if err := c.add(nil); err != nil {
+		t.Errorf("the agent's own: %v", err)
+	}
+	c.has(1, 2, 3, 4, 5, 6, 7, 8, 10)
+}
+
+// TestRanksThatProveASecret: where ranks that join have proved a secret they are of the agent's engine. So they push out any that came by
+// POST /register, the newest first of the address with most. Of each other they push out none but those of an account that has more than a quarter.
+func TestRanksThatProveASecret(t *testing.T) {
+	c := fullTable{Table: Table{JoinsProved: true, limit: 9}, t: t}
+	for i := range byte(4) {
+		c.fill(netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, i}), 32), 2)
+	}
+	c.join("a", false) // 9
+	c.has(1, 3, 4, 5, 6, 7, 8, 9)
+	for i := range 7 { // 10 to 16
+		c.join(fmt.Sprint("account ", i/2), false)
+	}
+	c.join("b", true)
+	c.has(9, 10, 11, 12, 13, 14, 15, 16)
 }
 
 // TestJoinsPushOutNoFew: ranks that join push out none of an address or account that has a quarter of the table or less, and share the table with one
 // that has more. What an address has told counts with what has joined from there.
 func TestJoinsPushOutNoFew(t *testing.T) {
-	few := fullTable{Table: Table{limit: 8}, t: t}
+	few := fullTable{Table: Table{limit: 9}, t: t}
 	for i := range byte(4) {
 		few.fill(netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, i}), 32), 2)
 	}
@@ -212,7 +261,7 @@ func TestJoinsPushOutNoFew(t *testing.T) {
 	}
 	few.has(1, 2, 3, 4, 5, 6, 7, 8)
 
-	many := fullTable{Table: Table{limit: 8}, t: t}
+	many := fullTable{Table: Table{limit: 9}, t: t}
 	many.fill(home, 8)
 	many.join(home.String(), true) // 9
 	for range 4 {                  // 10 to 13
@@ -223,15 +272,28 @@ func TestJoinsPushOutNoFew(t *testing.T) {
 	if err := many.add(&abroad); err != nil { // 15
 		t.Error(err)
 	}
-	many.join("b", false)     // 16: ranks that were told of go first
-	many.join("b", false, 13) // 17
+	many.join("b", false, 13) // 16: of 4 and 3
+	many.join("b", false)     // 17: of as many those that came first
 	many.has(1, 2, 10, 11, 12, 15, 16, 17)
+}
+
+// TestBothWays: what an address has told and what has joined from there is what it has: it cannot have a quarter of the table by either way.
+func TestBothWays(t *testing.T) {
+	c := fullTable{Table: Table{limit: 33}, t: t}
+	for _, from := range []netip.Prefix{home, abroad} {
+		c.fill(from, 8)
+		for range 8 {
+			c.join(from.String(), false)
+		}
+	}
+	c.join("a", false, 16) // the newest of home's
+	c.join("b", false, 32) // of abroad's
 }
 
 // TestJoinedRanksOfOneAccount: a table full of ranks of one account that have joined has room for another account's, until it has no more than a
 // quarter. A rank that has joined gives way to none that came by POST /register, nor to one of its own account.
 func TestJoinedRanksOfOneAccount(t *testing.T) {
-	c, full := fullTable{Table: Table{limit: 8}, t: t}, (*FullError)(nil)
+	c, full := fullTable{Table: Table{limit: 9}, t: t}, (*FullError)(nil)
 	for range 8 {
 		c.join("a", false)
 	}
@@ -254,7 +316,7 @@ func TestJoinedRanksOfOneAccount(t *testing.T) {
 
 // TestJoinInstead: a rank that joins takes the place of those that give way to it. If it does not come in, they stay.
 func TestJoinInstead(t *testing.T) {
-	c := fullTable{Table: Table{limit: 8}, t: t}
+	c := fullTable{Table: Table{limit: 9}, t: t}
 	for i := range 8 {
 		c.join(fmt.Sprint("account ", i), false)
 	}

@@ -1,3 +1,5 @@
+// A caller's arrays of C structs become Go values. The agent accepts them up to the first that it refuses.
+
 package main
 
 // #include "slots.h"

@@ -1,3 +1,6 @@
+// The Go half of each function of the C API: it finds the agent, contains panics, and turns errors into a status and a
+// text.
+
 package main
 
 /*

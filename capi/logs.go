@@ -1,3 +1,5 @@
+// Log records wait in a ring until the host reads them. If the host does not, the oldest are lost.
+
 package main
 
 // #include <stddef.h>

@@ -1,3 +1,5 @@
+// The wheel's kvconn command runs in this library: kvconn_main comes in here.
+
 package main
 
 // #include "slots.h"

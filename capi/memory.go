@@ -1,3 +1,5 @@
+// A host gets memory from kvconn that other processes of this machine can open.
+
 package main
 
 // #include <stdint.h>

@@ -1,3 +1,5 @@
+// The marks by which a host says which regions it has written lie in C memory, and the agent takes them from there.
+
 package main
 
 // #include "slots.h"

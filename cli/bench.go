@@ -1,3 +1,5 @@
+// kvconn bench measures whole loads between two processes, and checks the bytes of each.
+
 package cli
 
 import (
@@ -177,7 +179,7 @@ func runBench(ctx context.Context, args []string, out io.Writer) error {
 				fmt.Fprintf(out, "%27s with a token, not encrypted: median %.2f GB/s, %.2f of plain\n", "", *r.Token, *r.Token/r.Median)
 			}
 			if r.Loop != nil {
-				printBeside(out, &r)
+				printBaseline(out, &r)
 			}
 			if r.Bare != nil {
 				printBare(out, &r, c.streams)
@@ -276,9 +278,9 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 	}
 	defer agent.Close()
 	var rates, iperf []float64
-	var bare besideTCP
-	beside := besideLocal{shared: c.shared()}
-	defer beside.free()
+	var bare tcpBaseline
+	baseline := localBaseline{shared: c.shared()}
+	defer baseline.free()
 	for round := range c.rounds {
 		if c.iperf && r.Transport == "tcp" { // which the first round says
 			if v, ok := runIperf(ctx); ok {
@@ -331,12 +333,12 @@ func benchOne(ctx context.Context, c benchConfig, peer *synthetic.Process, block
 			}
 		}
 		if r.Transport == "local" {
-			if err := beside.measure(local, opened, local.Choose(count, int64(round+1), c.adjacent()), dst, round > 0); err != nil {
+			if err := baseline.measure(local, opened, local.Choose(count, int64(round+1), c.adjacent()), dst, round > 0); err != nil {
 				return r, err
 			}
 		}
 	}
-	beside.medians(&r)
+	baseline.medians(&r)
 	bare.medians(&r, rates)
 	if pairs := agent.Stats().Pairs; len(pairs) == 1 {
 		r.How = pairs[0].How

@@ -9,17 +9,17 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// besideLocal measures what the transport of one host is held against, over the blocks of each round.
-type besideLocal struct {
+// localBaseline measures what the transport of one host is held against, over the blocks of each round.
+type localBaseline struct {
 	shared bool // the prefill process's memory can be mapped
 
-	far    [2]*synthetic.Pool // in this process, for memcpy: ordinary memory; such as can be mapped, if shared
-	loops  []float64
-	copies [2][]float64
+	sources [2]*synthetic.Pool // in this process, for memcpy: ordinary memory; such as can be mapped, if shared
+	loops   []float64
+	copies  [2][]float64
 }
 
-// measure copies the blocks of a round once more, out of the prefill process and out of far.
-func (b *besideLocal) measure(pool *synthetic.Pool, opened synthetic.Answer, src, dst []kv.BlockID, counts bool) (err error) {
+// measure copies the blocks of a round once more, out of the prefill process and out of the sources.
+func (b *localBaseline) measure(pool *synthetic.Pool, opened synthetic.Answer, src, dst []kv.BlockID, counts bool) (err error) {
 	began := time.Now()
 	n, err := pool.ReadLoop(opened.PID, opened.Base, src, dst)
 	if err != nil {
@@ -32,13 +32,13 @@ func (b *besideLocal) measure(pool *synthetic.Pool, opened synthetic.Answer, src
 		if shared && !b.shared {
 			break
 		}
-		if b.far[i] == nil {
-			if b.far[i], err = pool.NewLike(shared); err != nil {
+		if b.sources[i] == nil {
+			if b.sources[i], err = pool.NewLike(shared); err != nil {
 				return err
 			}
 		}
 		began := time.Now()
-		pool.CopyFrom(b.far[i], src, dst)
+		pool.CopyFrom(b.sources[i], src, dst)
 		if counts {
 			b.copies[i] = append(b.copies[i], float64(n)/time.Since(began).Seconds()/1e9)
 		}
@@ -47,7 +47,7 @@ func (b *besideLocal) measure(pool *synthetic.Pool, opened synthetic.Answer, src
 }
 
 // medians go into a result.
-func (b *besideLocal) medians(r *benchResult) {
+func (b *localBaseline) medians(r *benchResult) {
 	of := func(rates []float64) *float64 {
 		if len(rates) == 0 {
 			return nil
@@ -58,16 +58,16 @@ func (b *besideLocal) medians(r *benchResult) {
 	r.Loop, r.Memcpy, r.MemcpyShared = of(b.loops), of(b.copies[0]), of(b.copies[1])
 }
 
-func (b *besideLocal) free() {
-	for _, far := range b.far {
-		if far != nil {
-			far.Free()
+func (b *localBaseline) free() {
+	for _, source := range b.sources {
+		if source != nil {
+			source.Free()
 		}
 	}
 }
 
-// printBeside is the line below a row of local's.
-func printBeside(out io.Writer, r *benchResult) {
+// printBaseline is the line below a row of local's.
+func printBaseline(out io.Writer, r *benchResult) {
 	fmt.Fprintf(out, "%27s by %s; of the same blocks: process_vm_readv in a plain loop %.2f GB/s (ratio %.2f), memcpy by one thread %.2f GB/s (ratio %.2f)",
 		"", r.How, *r.Loop, r.Median / *r.Loop, *r.Memcpy, r.Median / *r.Memcpy)
 	if r.MemcpyShared != nil {

@@ -9,9 +9,9 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// besideTCP measures what tcp is held against: a bare loop of writev and readv over the blocks of each round, on --streams
+// tcpBaseline measures what tcp is held against: a bare loop of writev and readv over the blocks of each round, on --streams
 // connections; and the processor time of both, on both sides. kvconn uses as many of so many connections as pay.
-type besideTCP struct {
+type tcpBaseline struct {
 	rates []float64
 	used  [2][]float64 // processor seconds for 10⁹ bytes: kvconn's, the loop's
 }
@@ -24,16 +24,16 @@ const (
 
 // processors is the processor time of both processes so far.
 func processors(peer *synthetic.Process) (time.Duration, error) {
-	far, err := peer.ProcessorTime()
+	there, err := peer.ProcessorTime()
 	if err != nil {
 		return 0, err
 	}
 	here, err := synthetic.ProcessorTime()
-	return far + here, err
+	return there + here, err
 }
 
 // uses measures the processor time of a move of so many bytes.
-func (b *besideTCP) uses(peer *synthetic.Process, column, bytes int, counts bool, move func() error) error {
+func (b *tcpBaseline) uses(peer *synthetic.Process, column, bytes int, counts bool, move func() error) error {
 	before, err := processors(peer)
 	if err != nil {
 		return err
@@ -49,7 +49,7 @@ func (b *besideTCP) uses(peer *synthetic.Process, column, bytes int, counts bool
 }
 
 // measure moves the blocks of a round once more.
-func (b *besideTCP) measure(c *benchConfig, peer *synthetic.Process, pool *synthetic.Pool, round, count int, dst []kv.BlockID) error {
+func (b *tcpBaseline) measure(c *benchConfig, peer *synthetic.Process, pool *synthetic.Pool, round, count int, dst []kv.BlockID) error {
 	return b.uses(peer, ofLoop, c.total, round > 0, func() error {
 		took, err := pool.ReceiveBare(peer, synthetic.Command{Transfer: round + 1, Count: count, Adjacent: c.adjacent(), Streams: c.streams}, dst)
 		if err == nil && round > 0 {
@@ -60,7 +60,7 @@ func (b *besideTCP) measure(c *benchConfig, peer *synthetic.Process, pool *synth
 }
 
 // medians go into a result. The part is that of rounds in turn.
-func (b *besideTCP) medians(r *benchResult, rates []float64) {
+func (b *tcpBaseline) medians(r *benchResult, rates []float64) {
 	if len(b.rates) == 0 {
 		return
 	}

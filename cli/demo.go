@@ -1,3 +1,5 @@
+// kvconn demo carries synthetic caches between two processes, and checks every byte.
+
 package cli
 
 import (

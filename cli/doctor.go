@@ -1,3 +1,5 @@
+// kvconn doctor says which transports work on this machine, and what is missing for the others.
+
 package cli
 
 import (

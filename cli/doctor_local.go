@@ -1,3 +1,5 @@
+// Whether two processes of this machine can use local is asked of the kernel, and then tried.
+
 package cli
 
 import (

@@ -1,3 +1,5 @@
+// kvconn launch's options become a launch.Config.
+
 package cli
 
 import (

@@ -1,3 +1,5 @@
+// Agents find each other and talk over a Bus; package natsbus implements it.
+
 package core
 
 import (

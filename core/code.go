@@ -1,3 +1,6 @@
+// The words that events and actions have in common: how a half ended, which side it is on, what P answers, under which
+// account a peer counts.
+
 package core
 
 import (

@@ -59,9 +59,9 @@
 //
 // # Other memory at the same addresses
 //
-// The user asks Machine.Given which transfers have blocks that may be read or written. If an engine
+// The user asks Machine.InUse which transfers have blocks that may be read or written. If an engine
 // has other memory at the addresses of these blocks, because it has slept, the user tells [Remapped] for
-// each of these transfers, and gives the new memory to the transports when Given names none any more.
+// each of these transfers, and gives the new memory to the transports when InUse names none any more.
 //
 // Package kv describes, as values, what caches are like and which bytes of two caches are the same.
 // The machine holds the engine's layout, the selections of its halves and of the peers' loads,

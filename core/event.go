@@ -79,7 +79,7 @@ type Cancel struct {
 // still known. When the engine offers blocks of it again, D loads it from the beginning.
 type Withdraw struct{ ID TransferID }
 
-// Remapped says that the memory of a transfer of Given has changed: its blocks do not hold what was
+// Remapped says that the memory of a transfer that is in use has changed: its blocks do not hold what was
 // offered, and what a load asks for must not come into them. So these halves fail, with this reason at
 // both sides. Halves without blocks go on.
 type Remapped struct {

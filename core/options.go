@@ -1,3 +1,5 @@
+// A machine's waits and queues are bounded by its Options, whose defaults stand nowhere else.
+
 package core
 
 import (

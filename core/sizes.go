@@ -1,3 +1,5 @@
+// What statistics and tests learn of a machine beside its reports: what it has done, and what it holds.
+
 package core
 
 // Counters count those things that a machine has done since New and that its reports do not tell.

@@ -1,3 +1,6 @@
+// What moves bytes stands behind Transport. Its errors say what has failed: the connection, this way of moving bytes,
+// or the memory.
+
 package core
 
 import (
@@ -57,15 +60,15 @@ func MayLandIn(regions map[string]bool) error {
 }
 
 // TransferID names one transfer; minted by the router. Of a transfer in parts each part has its own, which is the engine's id, a
-// PartMark and the part.
+// PartSeparator and the part.
 type TransferID string
 
-// PartMark ends the engine's id in the id of a part: no engine's id holds it.
-const PartMark = "\x00"
+// PartSeparator ends the engine's id in the id of a part: no engine's id holds it.
+const PartSeparator = "\x00"
 
 // Name is the id as the engine knows it, for errors and logs.
 func (id TransferID) Name() string {
-	name, _, _ := strings.Cut(string(id), PartMark)
+	name, _, _ := strings.Cut(string(id), PartSeparator)
 	return name
 }
 
@@ -212,11 +215,11 @@ func (op *WriteOp) Total() uint64 {
 	if op.Bytes > 0 {
 		return op.Bytes
 	}
-	return op.Given()
+	return op.Payload()
 }
 
-// Given is the number of bytes of Pairs, or of Plan.
-func (op *WriteOp) Given() (n uint64) {
+// Payload is the number of bytes of Pairs, or of Plan.
+func (op *WriteOp) Payload() (n uint64) {
 	if op.Plan != nil {
 		return kv.PlanBytes(op.Plan)
 	}

@@ -1,3 +1,5 @@
+// Closing a device is bounded, also when the driver does not answer: what cannot be ended is told.
+
 package cuda
 
 import (

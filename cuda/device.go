@@ -1,3 +1,5 @@
+// An agent's handle on a device: it is opened, may fail for good, and knows which calls are in the driver.
+
 package cuda
 
 import (
@@ -85,7 +87,7 @@ type Device struct {
 	pieces  []driver.Piece            // of known, for Check
 	sample  []driver.Piece            // of pieces, for Moved
 	epoch   uint64                    // grows with each change of these, and of regions
-	takes   uint64                    // of Renewals
+	takes   uint64                    // of Remappings
 
 	prepare    sync.Once
 	prepareErr error

@@ -17,7 +17,7 @@
 //	region.Check() error                               is it still the same memory? Before a transfer is armed
 //	device.Check() error                               the same of all regions, each mapping once
 //	device.Moved() bool                                a quick look whether Check would say no
-//	device.Look() (*Renewal, error)                    finds what an engine has mapped anew; Take takes it, between transfers only
+//	device.Look() (*Remapping, error)                    finds what an engine has mapped anew; Take takes it, between transfers only
 //	region.Export() (*os.File, offset, error)          as a dma-buf, for RDMA
 //	device.Flush() error                               after a card has written, before that is told; Flushable
 //	region.Close()

@@ -1,3 +1,5 @@
+// A network card reaches the device's memory by a dma-buf, and what the card has written is flushed.
+
 package cuda
 
 import (

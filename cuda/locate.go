@@ -1,3 +1,5 @@
+// What lies at an address: on which device, of which kind, in which mappings.
+
 package cuda
 
 import (

@@ -1,3 +1,5 @@
+// Moments are recorded on an engine's streams. For each stream with an awaited one, one goroutine waits and tells.
+
 package cuda
 
 import (

@@ -1,3 +1,5 @@
+// Copies from a peer's memory to the device's go from mapping to mapping, without pinned memory.
+
 package cuda
 
 import (
@@ -114,7 +116,7 @@ func length(runs []Run) (bytes uint64) {
 func (q *queue) cutPairs(j *job, most int) (n int) {
 	known, foreign := *q.d.known.Load(), *q.d.foreign.Load()
 	var from, to mapping
-	q.far = false
+	q.otherGPU = false
 	for {
 		j.next, j.off = pass(j.Runs, j.next, j.off)
 		j.nextTo, j.offTo = pass(j.To, j.nextTo, j.offTo)
@@ -140,7 +142,7 @@ func (q *queue) cutPairs(j *job, most int) (n int) {
 			if n == most {
 				return n
 			}
-			q.far = q.far || from.far
+			q.otherGPU = q.otherGPU || from.otherGPU
 			q.pairs[n] = driver.Pair{From: uintptr(source), To: uintptr(target), Len: take}
 			n++
 		}

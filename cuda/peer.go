@@ -1,3 +1,5 @@
+// Memory of another process of this host is opened on a device of this one, to be read only.
+
 package cuda
 
 import (

@@ -1,3 +1,5 @@
+// The driver gets the copies of a direction in batches, and a batch's event says when they have ended.
+
 package cuda
 
 import (
@@ -44,9 +46,9 @@ type queue struct {
 
 	drains []drain // the waits for batches to end, the earliest first
 
-	runs  [driver.MostRuns]Run // of the batch that is being made
-	pairs []driver.Pair        // in place of runs, for FromPeer
-	far   bool                 // some of that batch is memory of another GPU
+	runs     [driver.MostRuns]Run // of the batch that is being made
+	pairs    []driver.Pair        // in place of runs, for FromPeer
+	otherGPU bool                 // some of that batch is memory of another GPU
 }
 
 // batch is what the driver got in one call, with an event behind it.
@@ -183,9 +185,9 @@ func (q *queue) submit() {
 // give gives the driver n copies that were cut; from is where they begin in the slot.
 func (q *queue) give(j *job, from, n int) (queued bool, err error) {
 	if j.Slot == nil {
-		return q.drv.CopyPairs(q.number, q.pairs[:n], !q.far)
+		return q.drv.CopyPairs(q.number, q.pairs[:n], !q.otherGPU)
 	}
-	return q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n], !q.far)
+	return q.drv.Copy(q.number, unsafe.Pointer(unsafe.SliceData(j.Slot.bytes[from:])), q.runs[:n], !q.otherGPU)
 }
 
 // cut puts the job's next runs into q.runs, at most so many, and says how many: neighbours in one
@@ -196,7 +198,7 @@ func (q *queue) cut(j *job, most int) (n int) {
 	}
 	known := q.d.sources(j)
 	var in mapping
-	q.far = false
+	q.otherGPU = false
 	for j.next < len(j.Runs) {
 		r := j.Runs[j.next]
 		addr, left := uint64(r.Addr)+j.off, r.Len-j.off
@@ -218,7 +220,7 @@ func (q *queue) cut(j *job, most int) (n int) {
 			if n == most {
 				break
 			}
-			q.far = q.far || in.far
+			q.otherGPU = q.otherGPU || in.otherGPU
 			q.runs[n] = Run{Addr: uintptr(addr), Len: take}
 			n++
 		}

@@ -1,3 +1,5 @@
+// An agent's memory on a device is registered, and checked to be the same memory still.
+
 package cuda
 
 import (
@@ -16,7 +18,7 @@ type Region struct {
 	addr  uint64
 	bytes uint64
 
-	// Guarded by the device's mu; a Renewal replaces both.
+	// Guarded by the device's mu; a Remapping replaces both.
 	pieces []driver.Memory
 	was    []driver.Piece // an address of each piece, and the ids that lay there when it was registered: Check compares them
 }
@@ -24,7 +26,7 @@ type Region struct {
 // mapping is a piece of device memory that copies may not leave.
 type mapping struct {
 	base, end, id, block uint64
-	far                  bool // it is a peer's, on another GPU
+	otherGPU             bool // it is a peer's, on another GPU
 }
 
 // Register makes memory of the device known to it. The name is for errors.
@@ -84,7 +86,7 @@ func (r *Region) asked(pieces []driver.Memory) []driver.Piece {
 	return was
 }
 
-// now is what lies under the region, as Register or the last Renewal found it.
+// now is what lies under the region, as Register or the last Remapping found it.
 func (r *Region) now() ([]driver.Memory, []driver.Piece) {
 	r.d.mu.Lock()
 	defer r.d.mu.Unlock()

@@ -1,3 +1,5 @@
+// If an engine has slept, other memory lies under its regions: it is noticed, found, and taken between transfers.
+
 package cuda
 
 import (
@@ -36,8 +38,8 @@ func (d *Device) Moved() bool {
 	return err == nil && same < len(sample)
 }
 
-// Renewal is the memory that lies under a device's regions now, in place of what was registered.
-type Renewal struct {
+// Remapping is the memory that lies under a device's regions now, in place of what was registered.
+type Remapping struct {
 	d     *Device
 	epoch uint64 // of the device, when the memory was looked at
 	found [][]driver.Memory
@@ -48,7 +50,7 @@ type Renewal struct {
 // Look finds the memory that lies under the regions now: an engine that has slept has other memory at the
 // same addresses. It asks the driver for each mapping, which takes milliseconds. It refuses memory that was not
 // mapped by handles, or is mapped in other pieces, since this may be something else than a cache.
-func (d *Device) Look() (*Renewal, error) {
+func (d *Device) Look() (*Remapping, error) {
 	if !d.enter() {
 		return nil, d.over()
 	}
@@ -59,7 +61,7 @@ func (d *Device) Look() (*Renewal, error) {
 		was[i] = r.pieces
 	}
 	d.mu.Unlock()
-	n := &Renewal{d: d, epoch: epoch, found: make([][]driver.Memory, len(regions)), was: make([][]driver.Piece, len(regions))}
+	n := &Remapping{d: d, epoch: epoch, found: make([][]driver.Memory, len(regions)), was: make([][]driver.Piece, len(regions))}
 	l := new(Locator)
 	for i, r := range regions {
 		pieces, err := l.mappings(uintptr(r.addr), r.bytes)
@@ -76,7 +78,7 @@ func (d *Device) Look() (*Renewal, error) {
 	return n, err
 }
 
-// Takes is how often Take has taken a Renewal.
+// Takes is how often Take has taken a Remapping.
 func (d *Device) Takes() uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -84,16 +86,16 @@ func (d *Device) Takes() uint64 {
 }
 
 // Current says whether the regions are as they were when Look was called.
-func (n *Renewal) Current() bool {
+func (n *Remapping) Current() bool {
 	n.d.mu.Lock()
 	defer n.d.mu.Unlock()
 	return n.d.epoch == n.epoch
 }
 
-// Take makes the Renewal's memory what is registered, if the Renewal is Current. It asks the driver for nothing.
+// Take makes the Remapping's memory what is registered, if the Remapping is Current. It asks the driver for nothing.
 // The caller makes sure that no transfer in the old memory is under way. If the memory has changed since Look, a
 // later check says so.
-func (n *Renewal) Take() {
+func (n *Remapping) Take() {
 	d := n.d
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -1,3 +1,5 @@
+// Another process may open a region's memory: what that process needs, and whether the memory is the same still.
+
 package cuda
 
 import (

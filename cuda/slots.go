@@ -1,3 +1,5 @@
+// Pinned memory is shared out in slots: each direction, and each owner that waits, gets its part.
+
 package cuda
 
 import (

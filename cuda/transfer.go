@@ -1,3 +1,5 @@
+// A copy is checked, given to its direction's queue, and told of once when it has ended.
+
 package cuda
 
 import (

@@ -1,5 +1,7 @@
 """A pair of real SGLang servers whose caches are device memory of the CUDA driver double, at addresses that nobody else can touch.
 
+All tests run on a pair by local, whose decode server's device opens the prefill server's allocations (IPC handles), and on one by tcp.
+
 What a forward pass writes is late, as on a GPU (device_engine.py), and a decode engine's pages are still being written when they
 are given to a request. So each moment of the backend is needed, and the tests show it of each. They cannot show what only a GPU
 has: kernels, graphs, torch's own streams. The servers run without SGLang's overlap schedule; test_sglang_device.py of python/tests has it.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,17 +37,22 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("faults") / "faults.json")
 
 
+@pytest.fixture(scope="module", params=["local", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def pair(sglang_model: Path, sglang_workdir: Path, alone: Alone, faults: Faults) -> Iterator[SGLangPair]:
-    env = plugin(sglang_workdir / "device-plugin", "from device_sglang import register\n")
+def pair(sglang_model: Path, sglang_workdir: Path, alone: Alone, faults: Faults, transport: str) -> Iterator[SGLangPair]:
+    env = plugin(sglang_workdir / f"device-plugin-{transport}", "from device_sglang import register\n")
     env["PYTHONPATH"] += os.pathsep + str(HERE)
     the_pair = SGLangPair(
         sglang_model,
-        sglang_workdir / "logs" / "device",
+        sglang_workdir / "logs" / f"device-{transport}",
         "--page-size",
         "16",
         prefill_args=["--chunked-prefill-size", str(CHUNK)],
-        config={"device_ring_bytes": 8 << 20},
+        config={"device_ring_bytes": 8 << 20, "transport": transport},
         extra_env={**env, **environment(faults)},
     )
     with leaving_nothing(the_pair):
@@ -53,9 +61,10 @@ def pair(sglang_model: Path, sglang_workdir: Path, alone: Alone, faults: Faults)
 
 
 @pytest.fixture(autouse=True)
-def servers_live(pair: SGLangPair) -> Iterator[None]:
+def servers_live(pair: SGLangPair, transport: str) -> Iterator[None]:
     yield
     pair.check()
+    assert pair.ways() <= {transport}
 
 
 def test_caches_are_the_double_s(pair: SGLangPair) -> None:
@@ -105,6 +114,14 @@ def test_clients_that_go(pair: SGLangPair, alone: Alone) -> None:
         list(pool.map(lambda work: pair.ask_both(work[0], hang_up_s=(work[1], work[1])), bodies))
     for tokens in (300, 1900, 530):
         same(pair, alone, prompt(tokens, "after the device storm"))
+
+
+def test_how(pair: SGLangPair, transport: str) -> None:
+    """By local both engines say that the decode engine's device copies the pages. What SGLang tells of a request, which lies in host
+    memory, is read out of the process."""
+    for server in pair.servers:
+        said = re.findall(r"pair goes over (\w+).*?(?: how=(.*))?$", server.log_since(0), re.MULTILINE)
+        assert said and all(way == transport and ("device" in how) == (way == "local") for way, how in said), said
 
 
 def test_prefill_in_host_memory(pair: SGLangPair, alone: Alone) -> None:

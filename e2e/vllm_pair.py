@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import os
 import sys
 import uuid
@@ -224,22 +223,14 @@ class Pair:
         """loads, of which each must have gone by this pair's transport, from the moment on when its rank and its prefill engine
         have met over it. On a busy machine the first few may have gone by another: a load waits two seconds for a meeting."""
         loads, all_loads = self.loads(position), self.loads()
-        assert self._met([load["transport"] for load in all_loads]) <= 16, (self.transport, all_loads, self.decode.log_tail())
-        for pair in {(load["rank"], load["engine_id"]) for load in loads}:
-            of_pair = [[load["transport"] for load in each if (load["rank"], load["engine_id"]) == pair] for each in (loads, all_loads)]
-            others = len(of_pair[0]) - of_pair[0].count(self.transport)
-            # A rank that loads a prompt from several meets each of them, and names the way of the one that was done first.
-            assert others <= self._met(of_pair[1]) + self._prefill_ranks - 1, (self.transport, pair, loads, self.decode.log_tail())
+        first = all_loads.index(loads[0]) if loads else 0
+        for rank, engine in {(load["rank"], load["engine_id"]) for load in loads}:
+            of_both = [n for n, load in enumerate(all_loads) if (load["rank"], load["engine_id"]) == (rank, engine)]
+            ways = [all_loads[n]["transport"] for n in of_both]
+            met = ways.index(self.transport) if self.transport in ways else len(ways)
+            astray = [all_loads[n] for n in of_both[met:] if n >= first and all_loads[n]["transport"] != self.transport]
+            assert met <= 16 and not astray, (self.transport, rank, engine, ways, astray, self.decode.log_tail())
         return loads
-
-    def _met(self, ways: Sequence[str]) -> int:
-        """How many loads ended before the first one that went by this pair's transport."""
-        return ways.index(self.transport) if self.transport in ways else len(ways)
-
-    @property
-    def _prefill_ranks(self) -> int:
-        argv, sizes = self.prefill.argv, ("--tensor-parallel-size", "--pipeline-parallel-size")
-        return math.prod(int(argv[argv.index(size) + 1]) for size in sizes if size in argv)
 
     def loads(self, position: int = 0) -> list[dict[str, Any]]:
         """The finished loads that the decode server has logged since position (log_size)."""

@@ -1,3 +1,6 @@
+// Several P ranks may hold a D rank's regions between them. Each region comes from the first rank that holds it, or its
+// heads come from several.
+
 package kv
 
 import (

@@ -1,3 +1,5 @@
+// A load must fit the offer that it meets: P must have the groups, regions and blocks that D wants.
+
 package kv
 
 import "fmt"

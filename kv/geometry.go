@@ -1,3 +1,6 @@
+// What lies where in a block: which tokens and heads of a region, in which order; and the limits of what a peer may say
+// of it.
+
 package kv
 
 import (

@@ -1,3 +1,5 @@
+// The memory that an engine registers, checked: regions, in groups that share their block ids.
+
 package kv
 
 import (

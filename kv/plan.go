@@ -1,3 +1,5 @@
+// A match and two selections give a plan: which bytes go where, here as lists.
+
 package kv
 
 import (

@@ -1,3 +1,5 @@
+// If engines have several ranks, this says which of them meet, and which share of a transfer goes between two.
+
 package kv
 
 import "fmt"

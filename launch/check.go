@@ -1,3 +1,5 @@
+// Ports and devices are looked at before anything is started.
+
 package launch
 
 import (

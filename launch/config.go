@@ -1,3 +1,5 @@
+// What is to be started, and which values cannot work.
+
 package launch
 
 import (

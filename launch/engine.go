@@ -1,3 +1,5 @@
+// What differs between vLLM and SGLang when their servers are found and started.
+
 package launch
 
 import (

@@ -1,3 +1,5 @@
+// A guard is a server's parent: however its starter ends, nothing of the server stays alive.
+
 package launch
 
 import (

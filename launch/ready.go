@@ -1,3 +1,5 @@
+// All servers are waited for, until each is ready and warm.
+
 package launch
 
 import (

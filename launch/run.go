@@ -1,3 +1,5 @@
+// Everything is started, runs, and is stopped as soon as one part of it has ended.
+
 package launch
 
 import (

@@ -1,3 +1,5 @@
+// An engine's server runs under a guard, with a log of its own.
+
 package launch
 
 import (

@@ -1,3 +1,5 @@
+// P takes the socket of a D agent when both have proved themselves. Anybody else's has little time.
+
 package local
 
 import (
@@ -15,9 +17,9 @@ import (
 	"github.com/kvconn/kvconn/internal/quota"
 )
 
-// strangers are the accepted sockets whose peers have not proved themselves. Any process of the
+// pendingConns are the accepted sockets whose peers have not proved themselves. Any process of the
 // network namespace may open one. So they are few, and have little time.
-type strangers = quota.Places[owner, *net.UnixConn]
+type pendingConns = quota.Places[owner, *net.UnixConn]
 
 // owner is who counts with all sockets that it opens: a process, or all processes of another user, for whom processes cost nothing. The
 // processes that this one does not see, in containers of their own, are one.
@@ -58,7 +60,7 @@ func (s *sender) accept() {
 	}
 }
 
-// enter gives a socket its time for a meeting. If all places are taken, the oldest stranger of whoever has the most
+// enter gives a socket its time for a meeting. If all places are taken, the oldest of whoever has the most
 // loses its place: a decode agent proves itself at once.
 func (s *sender) enter(conn *net.UnixConn) {
 	var victim *net.UnixConn
@@ -66,7 +68,7 @@ func (s *sender) enter(conn *net.UnixConn) {
 	s.mu.Lock()
 	closed := s.closed
 	if !closed {
-		victim, _ = s.strangers.Add(of, conn, s.t.cfg.MaxGreeting)
+		victim, _ = s.pending.Add(of, conn, s.t.cfg.MaxPending)
 	}
 	s.mu.Unlock()
 	if closed {
@@ -77,7 +79,7 @@ func (s *sender) enter(conn *net.UnixConn) {
 		_ = victim.Close()
 	}
 	s.t.goRun("local accepted", func() {
-		ol, err := s.greet(conn)
+		ol, err := s.handshake(conn)
 		if err != nil {
 			_ = conn.Close()
 			if errors.Is(err, errAsBefore) {
@@ -91,19 +93,19 @@ func (s *sender) enter(conn *net.UnixConn) {
 	})
 }
 
-// warn logs what strangers cause, at a bounded rate.
+// warn logs what unauthenticated peers cause, at a bounded rate.
 func (s *sender) warn(what string, err error) {
 	s.lines.Do(func(note string) { s.t.cfg.Logger.Warn(what+note, zap.Error(err)) })
 }
 
-// greet meets a D agent, and makes the socket its link.
-func (s *sender) greet(conn *net.UnixConn) (ol *outLink, err error) {
+// handshake meets a D agent, and makes the socket its link.
+func (s *sender) handshake(conn *net.UnixConn) (ol *outLink, err error) {
 	defer func() {
 		s.mu.Lock()
-		s.strangers.Remove(conn)
+		s.pending.Remove(conn)
 		s.mu.Unlock()
 		if err != nil && errors.Is(err, net.ErrClosed) {
-			err = fmt.Errorf("its place was needed for a newer one, or the transport was closed (%d may be proving themselves): %w", s.t.cfg.MaxGreeting, err)
+			err = fmt.Errorf("its place was needed for a newer one, or the transport was closed (%d may be proving themselves): %w", s.t.cfg.MaxPending, err)
 		}
 	}()
 	_ = conn.SetDeadline(time.Now().Add(s.t.cfg.ConnectTimeout))
@@ -159,7 +161,7 @@ func (s *sender) noted(tk *taker, err error) error {
 func (s *sender) refuse(conn *net.UnixConn, why error) {
 	var r refusal
 	if errors.As(why, &r) {
-		_, _ = conn.Write((&welcome{refused: r}).bytes()) // if this fails, D sees only that the socket ends
+		_, _ = conn.Write((&challenge{refused: r}).bytes()) // if this fails, D sees only that the socket ends
 	}
 }
 
@@ -189,17 +191,17 @@ func (s *sender) meet(ol *outLink, h hello) error {
 	secret := new(random)
 	*secret = newRandom()
 	defer held(secret)() // D's process reads it
-	w := welcome{salt: newRandom(), address: uint64(uintptr(unsafe.Pointer(secret)))}
+	w := challenge{salt: newRandom(), address: uint64(uintptr(unsafe.Pointer(secret)))}
 	w.prove(tk.ticket, h)
 	if _, err := conn.Write(w.bytes()); err != nil {
 		return err
 	}
 	for {
-		b, err := read(conn, claimSize)
+		b, err := read(conn, responseSize)
 		if err != nil {
 			return fmt.Errorf("process %d has not proved itself: %w", ol.pid, err)
 		}
-		c := parseClaim(b)
+		c := parseResponse(b)
 		v, value, why := s.judge(ol, &c, h, &w, *secret)
 		if _, err := conn.Write(v.bytes(value)); err != nil {
 			return errors.Join(why, err)
@@ -208,18 +210,18 @@ func (s *sender) meet(ol *outLink, h hello) error {
 			return why
 		}
 		if v == verdictReady {
-			if c.claim == claimRead && ol.unread == nil {
+			if c.kind == responseRead && ol.unread == nil {
 				ol.unread = alsoReads(s.t.kernel, ol.pid)
 			}
 			if err := s.admit(ol); err != nil {
 				return err
 			}
-			return s.offerMemories(ol, c.claim == claimRead)
+			return s.offerMemories(ol, c.kind == responseRead)
 		}
 	}
 }
 
-// admit takes the socket of a D agent that has proved itself out of the list of strangers, so that no stranger takes its place while the
+// admit takes the socket of a D agent that has proved itself out of the pending ones, so that no other takes its place while the
 // agent opens memories. An agent keeps one such socket, the newest.
 func (s *sender) admit(ol *outLink) error {
 	s.mu.Lock()
@@ -232,8 +234,8 @@ func (s *sender) admit(ol *outLink) error {
 		_ = tk.meeting.Close()
 	}
 	tk.meeting = ol.conn
-	if !fault.On("local-proved-stranger") {
-		s.strangers.Remove(ol.conn)
+	if !fault.On("local-proved-pending") {
+		s.pending.Remove(ol.conn)
 	}
 	return nil
 }
@@ -247,17 +249,17 @@ func (s *sender) met(ol *outLink) {
 	}
 }
 
-// judge answers a claim. An error ends the meeting.
-func (s *sender) judge(ol *outLink, c *claimed, h hello, w *welcome, secret random) (v verdict, value uint32, why error) {
+// judge answers a response. An error ends the meeting.
+func (s *sender) judge(ol *outLink, c *response, h hello, w *challenge, secret random) (v verdict, value uint32, why error) {
 	asked := ol.unread != nil
 	switch {
 	case !fault.On("local-unproved-decode") && !c.proof.equals(c.proofOf(ol.taker.ticket, h, w)):
 		return verdictWrong, 0, fmt.Errorf("process %d names a ticket of this agent, and does not prove that it has the ticket", ol.pid)
-	case c.claim == claimRead && (c.read.equals(secret) || fault.On("local-unread")):
+	case c.kind == responseRead && (c.read.equals(secret) || fault.On("local-unread")):
 		return verdictReady, 0, nil
-	case c.claim != claimRead && s.t.all.lacks(s.t.layout, false) == nil:
+	case c.kind != responseRead && s.t.all.lacks(s.t.layout, false) == nil:
 		return verdictReady, 0, nil
-	case c.claim == claimBarred && !asked && ol.pid > 0:
+	case c.kind == responseBarred && !asked && ol.pid > 0:
 		other, errno, undo := letRead(s.t.kernel, ol.pid)
 		switch {
 		case other != 0:
@@ -271,13 +273,13 @@ func (s *sender) judge(ol *outLink, c *claimed, h hello, w *welcome, secret rand
 		}
 		ol.unread = undo
 		return verdictAgain, 0, nil
-	case c.claim == claimBarred || c.claim == claimGiveUp:
+	case c.kind == responseBarred || c.kind == responseGiveUp:
 		return verdictBarred, uint32(syscall.EPERM), fmt.Errorf("decode agent %s cannot read this process's memory: %w", ol.taker.id, c.errno)
 	}
 	return verdictWrong, 0, fmt.Errorf("process %d has not read what this agent has put there", ol.pid)
 }
 
-// enlist makes a link its peer's. A former one is over, whether this side saw its end or not.
+// enlist makes a link its peer's. A previous one is over, whether this side saw its end or not.
 func (s *sender) enlist(ol *outLink) error {
 	tk := ol.taker
 	s.mu.Lock()

@@ -41,9 +41,9 @@ func BenchmarkBeside(b *testing.B) {
 			p.scatter(src, dst)
 			took := map[string][]float64{}
 			for b.Loop() {
-				for _, way := range []string{"loop", "memcpy1", "memcpy2", "local1", "local2", "mapped1", "mapped2", "tcp"} {
+				for _, name := range []string{"loop", "memcpy1", "memcpy2", "local1", "local2", "mapped1", "mapped2", "tcp"} {
 					began := time.Now()
-					switch way {
+					switch name {
 					case "loop":
 						p.loop(src, dst)
 					case "memcpy1":
@@ -54,13 +54,13 @@ func BenchmarkBeside(b *testing.B) {
 						p.memcpy(src[n/2:], dst[n/2:])
 						other.Wait()
 					default:
-						p.move(way)
+						p.move(name)
 					}
-					took[way] = append(took[way], float64(benchMemory/2)/float64(time.Since(began).Nanoseconds()))
+					took[name] = append(took[name], float64(benchMemory/2)/float64(time.Since(began).Nanoseconds()))
 				}
 			}
-			for way, speeds := range took {
-				b.ReportMetric(median(speeds), way+"-GB/s")
+			for name, speeds := range took {
+				b.ReportMetric(median(speeds), name+"-GB/s")
 			}
 			over := func(a, c string) (r []float64) {
 				for i := range took[a] {
@@ -73,37 +73,37 @@ func BenchmarkBeside(b *testing.B) {
 			b.ReportMetric(median(over("local2", "tcp")), "local2/tcp")
 			b.ReportMetric(median(over("mapped1", "memcpy1")), "mapped1/memcpy1")
 			b.ReportMetric(median(over("mapped2", "memcpy1")), "mapped2/memcpy1")
-			for _, way := range []string{"memcpy1", "local2", "mapped2"} {
-				b.ReportMetric(median(over(way, "memcpy2")), way+"/memcpy2")
+			for _, name := range []string{"memcpy1", "local2", "mapped2"} {
+				b.ReportMetric(median(over(name, "memcpy2")), name+"/memcpy2")
 			}
 		})
 	}
 }
 
-// BenchmarkFirst is the time from P's offer of one small block to D's report of it, by each way in turn, one round an operation. The
+// BenchmarkFirst is the time from P's offer of one small block to D's report of it, by each transport in turn, one round an operation. The
 // metrics are medians and 99th percentiles of the rounds; the ratios to tcp are medians of each round's.
 func BenchmarkFirst(b *testing.B) {
 	p := startBench(b, 4<<10)
 	p.scatter([]uint64{1}, []uint64{2})
-	ways := []string{"local2", "mapped2", "tcp"}
+	names := []string{"local2", "mapped2", "tcp"}
 	took := map[string][]float64{}
 	for b.Loop() {
-		for _, way := range ways {
-			p.move(way)
-			took[way] = append(took[way], float64(p.came.UnixNano()-p.offered())/1000)
+		for _, name := range names {
+			p.move(name)
+			took[name] = append(took[name], float64(p.came.UnixNano()-p.offered())/1000)
 		}
 	}
-	for _, way := range ways {
-		b.ReportMetric(median(took[way]), way+"-µs-median")
-		b.ReportMetric(slices.Sorted(slices.Values(took[way]))[len(took[way])*99/100], way+"-µs-p99")
-		if way == "tcp" {
+	for _, name := range names {
+		b.ReportMetric(median(took[name]), name+"-µs-median")
+		b.ReportMetric(slices.Sorted(slices.Values(took[name]))[len(took[name])*99/100], name+"-µs-p99")
+		if name == "tcp" {
 			continue
 		}
 		var over []float64
-		for i, us := range took[way] {
+		for i, us := range took[name] {
 			over = append(over, us/took["tcp"][i])
 		}
-		b.ReportMetric(median(over), way+"/tcp")
+		b.ReportMetric(median(over), name+"/tcp")
 	}
 }
 
@@ -120,17 +120,17 @@ func shuffledBlocks(seed uint64, n, limit int) []uint64 {
 // benchPeer is D's side of a benchmark, and its pipes to P's process.
 type benchPeer struct {
 	*child
-	b     *testing.B
-	block uint64
-	say   *bufio.Writer
-	own   []byte // D's memory
-	far   []byte // P's
-	base  uint64 // of far in P's process
-	ways  map[string]core.Transport
-	sink  *benchSink
-	n     int
-	dst   []kv.Segment
-	came  time.Time
+	b          *testing.B
+	block      uint64
+	say        *bufio.Writer
+	own        []byte // D's memory
+	peerMemory []byte // P's
+	base       uint64 // of peerMemory in P's process
+	transports map[string]core.Transport
+	sink       *benchSink
+	n          int
+	dst        []kv.Segment
+	came       time.Time
 }
 
 type benchSink struct{ came chan error }
@@ -155,8 +155,8 @@ func benchLayout(mem []byte, block uint64) *kv.Layout {
 	return l
 }
 
-// benchWays has P list its memory for the ways by a mapping, if it has a file.
-func benchWays(l *kv.Layout, sink core.Sink, file *os.File) map[string]core.Transport {
+// benchTransports has P list its memory for the transports that map, if it has a file.
+func benchTransports(l *kv.Layout, sink core.Sink, file *os.File) map[string]core.Transport {
 	all := map[string]core.Transport{}
 	for _, name := range benchNames[:4] {
 		tr, err := New(Config{Listen: true, Workers: int(name[len(name)-1] - '0')}, l, sink)
@@ -196,17 +196,17 @@ func startBench(b *testing.B, block uint64) *benchPeer {
 	if err != nil {
 		b.Fatal(err)
 	}
-	p := &benchPeer{b: b, block: block, own: own, far: benchMap(fd), sink: &benchSink{make(chan error, 16)}}
+	p := &benchPeer{b: b, block: block, own: own, peerMemory: benchMap(fd), sink: &benchSink{make(chan error, 16)}}
 	p.child = startChild(b, fmt.Sprint(benchEnv, "=", block), func(c *exec.Cmd) { c.ExtraFiles = []*os.File{file} })
 	p.say = bufio.NewWriter(p.in)
-	p.ways = benchWays(benchLayout(own, block), p.sink, nil)
+	p.transports = benchTransports(benchLayout(own, block), p.sink, nil)
 	fmt.Sscan(p.line(), &p.base)
 	for _, name := range benchNames {
 		endpoint, ticket := p.met()
-		if err := p.ways[name].Connect("p", endpoint, ticket); err != nil {
+		if err := p.transports[name].Connect("p", endpoint, ticket); err != nil {
 			b.Fatal(err)
 		}
-		if tr, near := p.ways[name].(*Transport); near {
+		if tr, near := p.transports[name].(*Transport); near {
 			if err := tr.Usable(b.Context(), "p"); err != nil {
 				b.Fatal(err)
 			}
@@ -216,12 +216,12 @@ func startBench(b *testing.B, block uint64) *benchPeer {
 		}
 	}
 	b.Cleanup(func() {
-		for _, w := range p.ways {
+		for _, w := range p.transports {
 			_ = w.Close()
 		}
 		p.quit()
 		_ = unix.Munmap(own)
-		_ = unix.Munmap(p.far)
+		_ = unix.Munmap(p.peerMemory)
 		file.Close()
 	})
 	return p
@@ -241,14 +241,14 @@ func (p *benchPeer) scatter(src, dst []uint64) {
 	p.line()
 }
 
-func (p *benchPeer) move(way string) {
+func (p *benchPeer) move(name string) {
 	p.n++
 	id := core.TransferID(fmt.Sprint(p.n))
-	grant, err := p.ways[way].Expect(id, "p", p.dst)
+	grant, err := p.transports[name].Expect(id, "p", p.dst)
 	if err != nil {
 		p.b.Fatal(err)
 	}
-	fmt.Fprintf(p.say, "write %s %s %x\n", way, id, grant)
+	fmt.Fprintf(p.say, "write %s %s %x\n", name, id, grant)
 	p.say.Flush()
 	err = <-p.sink.came
 	p.came = time.Now()
@@ -268,7 +268,7 @@ func (p *benchPeer) offered() (at int64) {
 // memcpy copies blocks out of the mapping by the thread that calls it.
 func (p *benchPeer) memcpy(src, dst []uint64) {
 	for i := range src {
-		copy(p.own[dst[i]*p.block:][:p.block], p.far[src[i]*p.block:][:p.block])
+		copy(p.own[dst[i]*p.block:][:p.block], p.peerMemory[src[i]*p.block:][:p.block])
 	}
 }
 
@@ -302,11 +302,11 @@ func serveBench() {
 		mem[i] = byte(i)
 	}
 	sink := &benchSink{make(chan error, 1<<16)}
-	ways := benchWays(benchLayout(mem, block), sink, os.NewFile(3, "memory"))
+	transports := benchTransports(benchLayout(mem, block), sink, os.NewFile(3, "memory"))
 	fmt.Println(uint64(uintptr(unsafe.Pointer(&mem[0]))))
 	for _, name := range benchNames {
-		ticket, _ := ways[name].Admit("d")
-		fmt.Printf("%s\n%x\n", ways[name].Endpoint(), ticket)
+		ticket, _ := transports[name].Admit("d")
+		fmt.Printf("%s\n%x\n", transports[name].Endpoint(), ticket)
 	}
 	var pairs []kv.Pair
 	var last int64
@@ -333,7 +333,7 @@ func serveBench() {
 			var grant []byte
 			fmt.Sscanf(f[3], "%x", &grant)
 			last = time.Now().UnixNano()
-			ways[f[1]].Write(core.WriteOp{ID: core.TransferID(f[2]), Peer: "d", Grant: grant, Pairs: pairs})
+			transports[f[1]].Write(core.WriteOp{ID: core.TransferID(f[2]), Peer: "d", Grant: grant, Pairs: pairs})
 			<-sink.came
 		case "offered":
 			fmt.Println(last)

@@ -13,27 +13,27 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestLostGates: gates that D never frees are bounded, and the later ones serve again.
-func TestLostGates(t *testing.T) {
-	var g gates
+// TestLostValidityPages: pages that D never frees are bounded, and the later ones serve again.
+func TestLostValidityPages(t *testing.T) {
+	var g validityPages
 	defer g.freeAll()
 	for range 3 * mostLost {
 		one, _, err := g.take()
 		if err != nil {
 			t.Fatal(err)
 		}
-		g.close(one)
+		g.invalidate(one)
 		g.lose(one)
 	}
-	if n := len(g.areas) * gatesAtOnce; n > mostLost+gatesAtOnce {
-		t.Errorf("there are %d gates", n)
+	if n := len(g.areas) * pagesAtOnce; n > mostLost+pagesAtOnce {
+		t.Errorf("there are %d pages", n)
 	}
 	one, _, err := g.take()
 	if err != nil {
 		t.Fatal(err)
 	}
 	if _, errno := readRandom(linux{}, os.Getpid(), one.address); errno != 0 {
-		t.Errorf("a gate that serves again is closed: %v", errno)
+		t.Errorf("a page that serves again is protected: %v", errno)
 	}
 	g.give(one)
 	for _, a := range g.areas { // nobody reads them here, so that none is left to the process
@@ -64,7 +64,7 @@ func TestDeadlineOfWrites(t *testing.T) {
 // tries as often as before.
 func TestRarerTries(t *testing.T) {
 	k := &stern{errno: syscall.EPERM}
-	p, d := strangersTo(t, k)
+	p, d := unmetAgents(t, k)
 	r := &d.tr.receiver
 	d.connect(p)
 	for tries := 1; tries <= mostDoubled+2; tries++ {

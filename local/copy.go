@@ -1,3 +1,5 @@
+// D copies in batches: a few workers take a batch of one transfer after the other.
+
 package local
 
 import (
@@ -20,27 +22,27 @@ const maxVector = 512
 // batch is a part of a transfer that is copied at once.
 type batch struct {
 	in       *inbound
-	into     *landing
+	into     *destination
 	position uint64
 	bytes    uint64
 	space    uint32 // of the runs
 	runs     []run  // of P's
 	off      uint64 // bytes of the first that come before
 	finished int    // runs whose last byte it has
-	gate     uint64
+	validity uint64 // where P says that the page is
 	proof    uint64
 	pid      int
-	reach    reach  // nil: P's process is read
-	looks    bool   // at the gate, when it has copied by that way
-	proven   bool   // it found the proof there
-	past     uint64 // bytes that have passed the caches, see copyOf
+	access   memoryAccess // nil: P's process is read
+	looks    bool         // at the page, when it has copied by that access
+	proven   bool         // it found the proof there
+	past     uint64       // bytes that have passed the caches, see copyOf
 	on       *stint
 }
 
 // copier is the memory of one worker.
 type copier struct {
 	t          *Transport
-	passed     [1]byte // a gate's byte is copied here
+	passed     [1]byte // a validity page's byte is copied here
 	found      uint64  // and its word, after the blocks
 	into, from []iovec
 	pairs      []kv.Pair // room for those of plans
@@ -115,18 +117,18 @@ func (r *receiver) take() *batch {
 		if len(in.todo) == 0 {
 			continue
 		}
-		way, most := in.source.reaches.to(in.todo[0].space), r.t.cfg.BatchBytes
-		if _, device := way.(*opened); device {
+		access, most := in.source.access.to(in.todo[0].space), r.t.cfg.BatchBytes
+		if _, device := access.(*opened); device {
 			most *= deviceBatch
 		}
 		b := in.cut(most)
-		b.pid, b.reach = in.source.link.pid, way
-		_, mapped := way.(*views)
-		b.looks = mapped && in.source.reaches.process && b.proof != 0
+		b.pid, b.access = in.source.link.pid, access
+		_, mapped := access.(*views)
+		b.looks = mapped && in.source.access.process && b.proof != 0
 		in.flying++
 		r.flying++
 		in.source.flying++
-		if way == nil {
+		if access == nil {
 			r.watch(b)
 		}
 		r.enqueue(in)
@@ -146,7 +148,7 @@ func (r *receiver) enqueue(in *inbound) {
 // cut takes the next batch of a transfer.
 func (in *inbound) cut(most uint64) *batch {
 	p := &in.todo[0]
-	b := &batch{in: in, into: &in.into, on: new(stint), position: p.position, space: p.space, off: in.off, gate: in.gate, proof: in.proof}
+	b := &batch{in: in, into: &in.into, on: new(stint), position: p.position, space: p.space, off: in.off, validity: in.validity, proof: in.proof}
 	for b.bytes < most && b.finished < len(p.runs) && b.finished < maxVector-1 {
 		left := p.runs[b.finished].len - in.off
 		if n := most - b.bytes; n < left {
@@ -177,10 +179,10 @@ func (r *receiver) crew(bytes uint64) {
 
 // The ends of a copy that are no fault of a region's.
 var (
-	errGate  = errors.New("the prefill agent has closed the transfer's gate")
-	errOver  = errors.New("the transfer is over")
-	errGone  = errors.New("the prefill agent's process has ended")
-	errNoMay = errors.New("the kernel does not let this process read the prefill agent's any more")
+	errInvalidated = errors.New("the prefill agent has invalidated the transfer's validity page")
+	errOver        = errors.New("the transfer is over")
+	errGone        = errors.New("the prefill agent's process has ended")
+	errNoMay       = errors.New("the kernel does not let this process read the prefill agent's any more")
 )
 
 // unreadable is memory of P's that the kernel does not read.
@@ -195,28 +197,28 @@ func (e *unreadable) Error() string {
 
 // copy copies a batch, and says how many bytes it did before an error.
 func (c *copier) copy(b *batch) (done uint64, err error) {
-	if _, device := b.reach.(*opened); c.t.places.any() && !device {
+	if _, device := b.access.(*opened); c.t.places.any() && !device {
 		return c.stage(b)
 	}
 	return c.read(b)
 }
 
-// read copies a batch by its own way.
+// read copies a batch by its own method.
 func (c *copier) read(b *batch) (done uint64, err error) {
-	if b.reach != nil {
-		if done, err = b.reach.copy(c, b); err == nil && b.looks {
+	if b.access != nil {
+		if done, err = b.access.copy(c, b); err == nil && b.looks {
 			err = c.look(b)
 		}
 		return done, err
 	}
 	into, from := b.into, cursor{b.runs, b.off}
-	gate, proved := iovec{uintptr(b.gate), 1}, false
+	page, proved := iovec{uintptr(b.validity), 1}, false
 	for done < b.bytes {
 		c.into = append(c.into[:0], iovec{uintptr(unsafe.Pointer(&c.passed)), 1})
 		blocks, want := into.cut(c.into[:1:maxVector-1], b.position+done, b.bytes-done, c.pairs)
 		c.into = append(c.into[:len(blocks)], iovec{uintptr(unsafe.Pointer(&c.found)), proofSize})
-		c.from = append(from.cut(append(c.from[:0], gate), want), iovec{gate.base, proofSize})
-		if fault.On("local-gate") {
+		c.from = append(from.cut(append(c.from[:0], page), want), iovec{page.base, proofSize})
+		if fault.On("local-page-not-first") {
 			c.from[0].base = c.from[1].base
 		}
 		got, errno := c.t.kernel.readv(b.pid, c.into, c.from)
@@ -226,7 +228,7 @@ func (c *copier) read(b *batch) (done uint64, err error) {
 		case errno == syscall.EPERM || errno == syscall.EACCES:
 			return done, fmt.Errorf("%w: %w", errNoMay, errno)
 		case errno == syscall.EFAULT:
-			return done, errGate
+			return done, errInvalidated
 		case errno != 0:
 			return done, fmt.Errorf("process_vm_readv: %w", errno)
 		case got <= 1:
@@ -238,16 +240,16 @@ func (c *copier) read(b *batch) (done uint64, err error) {
 		from.advance(got)
 	}
 	if b.proof != 0 && !proved && !fault.On("local-unlooked") {
-		return done, errGate
+		return done, errInvalidated
 	}
 	return done, nil
 }
 
-// proofSize is the size of a gate's word.
+// proofSize is the size of a validity page's word.
 const proofSize = 8
 
-// look finds at the gate whether P had the blocks of a batch that came out of a mapping. If the kernel does not
-// let it, D asks P. The patrol watches it: the memory where P says that the gate is may be such that the kernel does not end the call.
+// look finds at the validity page whether P had the blocks of a batch that came out of a mapping. If the kernel does not
+// let it, D asks P. The watchdog watches it: the memory where P says that the page is may be such that the kernel does not end the call.
 func (c *copier) look(b *batch) error {
 	r := &c.t.receiver
 	if !fault.On("local-unwatched-look") {
@@ -261,10 +263,10 @@ func (c *copier) look(b *batch) error {
 			r.unwatch(b)
 		}()
 	}
-	n, errno := c.t.kernel.readv(b.pid, []iovec{{uintptr(unsafe.Pointer(&c.found)), proofSize}}, []iovec{{uintptr(b.gate), proofSize}})
+	n, errno := c.t.kernel.readv(b.pid, []iovec{{uintptr(unsafe.Pointer(&c.found)), proofSize}}, []iovec{{uintptr(b.validity), proofSize}})
 	b.proven = errno == 0 && n == proofSize && c.found == b.proof || fault.On("local-unlooked")
 	if !b.proven && (errno == 0 || errno == syscall.EFAULT) {
-		return errGate
+		return errInvalidated
 	}
 	return nil
 }
@@ -292,14 +294,14 @@ func (r *receiver) copied(b *batch, n uint64, err error) {
 	r.flying--
 	src.flying--
 	in.copied += n
-	if w := wayOf(b.reach); n > 0 {
+	if w := methodOf(b.access); n > 0 {
 		r.came[w] += n
 		r.past += b.past
-		src.ways[w] = true
+		src.methods[w] = true
 	}
 	r.bury(in)
 	src.owe(b.finished)
-	in.asks = in.asks || b.proof == 0 || b.reach != nil && !b.proven
+	in.asks = in.asks || b.proof == 0 || b.access != nil && !b.proven
 	finished := err == nil && in.copied == in.into.total && !in.over && !in.done
 	var told chan struct{}
 	switch {
@@ -355,22 +357,22 @@ func (src *source) calm() {
 	}
 }
 
-// broken ends a transfer that cannot be copied, or its link. If P has closed the gate, P says the
+// broken ends a transfer that cannot be copied, or its link. If P has invalidated the page, P says the
 // rest.
 func (r *receiver) broken(in *inbound, err error) {
 	src := in.source
-	var far *unreadable
+	var bad *unreadable
 	switch {
-	case errors.Is(err, errGate), errors.Is(err, errOver):
+	case errors.Is(err, errInvalidated), errors.Is(err, errOver):
 		return
 	case errors.Is(err, errGone), errors.Is(err, errNoMay):
 		src.leave(err)
 		return
-	case errors.As(err, &far):
-		at, _ := in.into.cut(make([]iovec, 0, 1), far.position, 1, make([]kv.Pair, 0, 1)) // P's region has the name of the one that it goes to
+	case errors.As(err, &bad):
+		at, _ := in.into.cut(make([]iovec, 0, 1), bad.position, 1, make([]kv.Pair, 0, 1)) // P's region has the name of the one that it goes to
 		err = fmt.Errorf("local: region %q of prefill agent %s cannot be read: %w; its memory is not mapped any more?", regionAt(r.t.layout, uint64(at[0].base)), src.id, err)
 		r.fail(in, err)
-		src.link.say((&ending{cause: overUnreadable, address: far.address}).bytes(in.grant))
+		src.link.say((&ending{cause: overUnreadable, address: bad.address}).bytes(in.grant))
 	default:
 		err = fmt.Errorf("local: %w", err)
 		r.fail(in, err)

@@ -31,16 +31,16 @@ func crowd(name string) {
 		defer c.Close()
 	}
 	_, _ = c.Write(hello{newRandom(), newRandom()}.bytes())
-	_, err := read(c, welcomeSize) // P takes sockets in their order
+	_, err := read(c, challengeSize) // P takes sockets in their order
 	fmt.Println("the last is answered:", err)
 	_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
 	os.Exit(0)
 }
 
-// TestStrangersOfAnother: the sockets that one process opens and leaves open push out its own, and none of another process.
-func TestStrangersOfAnother(t *testing.T) {
+// TestPendingOfAnother: the sockets that one process opens and leaves open push out its own, and none of another process.
+func TestPendingOfAnother(t *testing.T) {
 	leaktest.Check(t)
-	p := start(t, "p", Config{ConnectTimeout: time.Minute, MaxGreeting: 4}, nil)
+	p := start(t, "p", Config{ConnectTimeout: time.Minute, MaxPending: 4}, nil)
 	ticket := random(p.ticket("d"))
 	honest := p.socket()
 	c := startChild(t, crowdEnv+"="+p.tr.here.name)

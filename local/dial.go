@@ -1,3 +1,5 @@
+// D connects to a P agent and meets it. When their link has ended, a transfer has D connect anew.
+
 package local
 
 import (
@@ -27,22 +29,22 @@ type source struct {
 	settle   func()
 
 	// Guarded by receiver.mu.
-	tries  int // the attempts before this one that made no connection
-	state  sourceState
-	err    error // why it is down
-	ended  time.Time
-	anew   bool          // P has asked D to meet it anew
-	again  int           // how often D has met P anew without redialAfter between; if not 0, transfers that begin meanwhile wait for that
-	begun  time.Time     // when it was dialled
-	left   func()        // from this call on Close does not wait for its reader
-	link   *link         // nil: there was none
-	owed   int           // runs that D has copied, and has not given P credit for yet
-	unpaid int           // runs that P has said beyond the credit that D gave
-	flying int           // copies under way, without those that hang
-	quiet  chan struct{} // closed when no copy is under way
-	ways   used          // see How
+	tries   int // the attempts before this one that made no connection
+	state   sourceState
+	err     error // why it is down
+	ended   time.Time
+	anew    bool          // P has asked D to meet it anew
+	again   int           // how often D has met P anew without redialAfter between; if not 0, transfers that begin meanwhile wait for that
+	begun   time.Time     // when it was dialled
+	left    func()        // from this call on Close does not wait for its reader
+	link    *link         // nil: there was none
+	owed    int           // runs that D has copied, and has not given P credit for yet
+	unpaid  int           // runs that P has said beyond the credit that D gave
+	flying  int           // copies under way, without those that hang
+	quiet   chan struct{} // closed when no copy is under way
+	methods methodSet     // see How
 
-	reaches reaches // made by the meeting
+	access peerAccess // made by the meeting
 }
 
 type sourceState uint8
@@ -145,7 +147,7 @@ func (src *source) run(leave func()) {
 		if src.link = l; src.ctx.Err() != nil {
 			err = context.Cause(src.ctx)
 		} else {
-			src.state, src.ways = sourceUp, src.reaches.begin()
+			src.state, src.methods = sourceUp, src.access.begin()
 		}
 		r.mu.Unlock()
 	}
@@ -204,7 +206,7 @@ func (src *source) connect() (*link, error) {
 			err = fmt.Errorf("it has not answered in time: %w", cause)
 		}
 		l.close()
-		src.reaches.close()
+		src.access.close()
 		return nil, err
 	}
 	return l, nil
@@ -215,11 +217,11 @@ func (src *source) meet(ctx context.Context, l *link) error {
 	k, ticket := src.r.t.kernel, src.ticket
 	h := hello{name: ticket.name(), salt: newRandom()}
 	_, _ = l.conn.Write(h.bytes()) // if this fails, a refusal may still be read
-	b, err := read(l.conn, welcomeSize)
+	b, err := read(l.conn, challengeSize)
 	if err != nil {
 		return fmt.Errorf("process %d has not answered the hello: %w", l.pid, clearer(err))
 	}
-	w, err := parseWelcome(b)
+	w, err := parseChallenge(b)
 	switch {
 	case err != nil:
 		return err
@@ -232,7 +234,7 @@ func (src *source) meet(ctx context.Context, l *link) error {
 	}
 	tries, barredBy := 2, error(nil)
 	for ; tries > 0; tries-- {
-		c := claimed{claim: claimRead}
+		c := response{kind: responseRead}
 		if c.read, c.errno = src.readRandom(ctx, l.pid, w.address); l.pid == 0 {
 			c.errno = syscall.ESRCH
 		}
@@ -240,9 +242,9 @@ func (src *source) meet(ctx context.Context, l *link) error {
 			if barredBy = src.r.t.blind; barredBy == nil {
 				barredBy = refusedRead(k, l.pid, c.errno, src.place, src.r.t.here)
 			}
-			c.claim, c.read = claimGiveUp, random{}
+			c.kind, c.read = responseGiveUp, random{}
 			if c.errno == syscall.EPERM && tries == 2 && k.yama() == "1" {
-				c.claim = claimBarred
+				c.kind = responseBarred
 			}
 		}
 		c.prove(ticket, h, &w)
@@ -254,15 +256,15 @@ func (src *source) meet(ctx context.Context, l *link) error {
 		}
 		switch v, value := parseVerdict(b); {
 		case v == verdictReady:
-			src.reaches.process, src.reaches.of = c.claim == claimRead, prefill{src.id, l.pid, src.place.pids}
-			if err := src.reaches.open(src.r.t, l.conn); err != nil {
+			src.access.process, src.access.of = c.kind == responseRead, prefill{src.id, l.pid, src.place.pids}
+			if err := src.access.open(src.r.t, l.conn); err != nil {
 				return errors.Join(err, barredBy)
 			}
 			return nil
-		case v == verdictAgain && c.claim == claimBarred:
-		case c.claim == claimRead:
+		case v == verdictAgain && c.kind == responseBarred:
+		case c.kind == responseRead:
 			return fmt.Errorf("process %d does not take the value that was read out of it: another process listens at its socket", l.pid)
-		case c.claim == claimGiveUp:
+		case c.kind == responseGiveUp:
 			return barredBy
 		default:
 			return barred(v, value, l.pid, barredBy)

@@ -13,8 +13,8 @@
 // D pulls. P says which of its memory a transfer is in (frame.go), and D's own plan says where
 // the bytes go (kv/plan.go). P trusts no address, since it writes nothing; D uses P's addresses
 // for no process but P's. D reports a transfer only if P still had its blocks when D had read them.
-// Each write has a gate for that: a page of P's that D reads after each batch of blocks (gate.go). If P stops the write, it
-// closes the gate. Then D finds after a batch that it came too late, also if D's process was stopped just before. P waits for
+// Each write has a validity page for that, which D reads after each batch of blocks (validity_page.go). If P stops the write, it
+// invalidates the page. Then D finds after a batch that it came too late, also if D's process was stopped just before. P waits for
 // D's word that no batch is under way, for StopGrace at most. If D does not read P's process, or devices make the copies,
 // D instead asks P when it has copied all; a P that is gone does not say yes. P reports a transfer when D says that D has reported it.
 //

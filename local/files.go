@@ -1,3 +1,5 @@
+// Memory that kvconn has allocated is a file of the kernel, so P hands it out by its descriptor.
+
 package local
 
 import (

@@ -33,7 +33,7 @@ func (a *agent) sockets() (n int) {
 	return n
 }
 
-// footprint is what P has for its peers and strangers at a time.
+// footprint is what P has for its peers and unauthenticated sockets at a time.
 type footprint struct{ sockets, goroutines, heap int }
 
 func (a *agent) footprint() footprint {
@@ -43,7 +43,7 @@ func (a *agent) footprint() footprint {
 	return footprint{a.sockets(), runtime.NumGoroutine(), int(m.HeapAlloc + m.StackInuse)}
 }
 
-// TestManySockets: strangers open 10,000 sockets and leave them open. They keep no decode agent out, one that has met goes on, and P
+// TestManySockets: unauthenticated peers open 10,000 sockets and leave them open. They keep no decode agent out, one that has met goes on, and P
 // has no more sockets, goroutines and memory than for those that may be proving themselves.
 func TestManySockets(t *testing.T) {
 	leaktest.Check(t)
@@ -51,13 +51,13 @@ func TestManySockets(t *testing.T) {
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 		t.Fatal(err)
 	}
-	const greeting = 64
+	const pending = 64
 	const all = 10_000
 	n := int(min(all, limit.Cur/2))
 	if n < all {
-		t.Logf("NOT RUN: %d strangers: this process may have %d descriptors, so that %d come", all, limit.Cur, n)
+		t.Logf("NOT RUN: %d sockets: this process may have %d descriptors, so that %d come", all, limit.Cur, n)
 	}
-	p, d, e := start(t, "p", Config{ConnectTimeout: time.Minute, MaxGreeting: greeting}, nil), start(t, "d", Config{}, nil), start(t, "e", Config{ConnectTimeout: time.Minute}, nil)
+	p, d, e := start(t, "p", Config{ConnectTimeout: time.Minute, MaxPending: pending}, nil), start(t, "d", Config{}, nil), start(t, "e", Config{ConnectTimeout: time.Minute}, nil)
 	d.connect(p)
 	moves(t, "t", p, d)
 	before := p.footprint()
@@ -91,23 +91,23 @@ func TestManySockets(t *testing.T) {
 	e.connect(p)
 	moves(t, "meanwhile", p, e)
 	var now footprint
-	most := footprint{before.sockets + greeting + 1, before.goroutines + greeting + 20, before.heap + 4<<20} // 1, 20: of e's
+	most := footprint{before.sockets + pending + 1, before.goroutines + pending + 20, before.heap + 4<<20} // 1, 20: of e's
 	for end := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 		if now = p.footprint(); now.sockets <= most.sockets && now.goroutines <= most.goroutines && now.heap <= most.heap {
 			break
 		}
 		if time.Now().After(end) {
-			t.Fatalf("with %d strangers %+v, want at most %+v; before it was %+v", n, now, most, before)
+			t.Fatalf("with %d sockets %+v, want at most %+v; before it was %+v", n, now, most, before)
 		}
 	}
-	t.Logf("%d strangers: from %+v to %+v", n, before, now)
+	t.Logf("%d sockets: from %+v to %+v", n, before, now)
 }
 
 // TestManyPeers: more decode agents than MaxLinks have tickets. Those beyond are told why, and cost nothing. One that has a link
 // may come anew, and when one has left another gets its place.
 func TestManyPeers(t *testing.T) {
 	leaktest.Check(t)
-	p, d := start(t, "p", Config{MaxLinks: 3, MaxGreeting: 4}, nil), start(t, "d", Config{}, nil)
+	p, d := start(t, "p", Config{MaxLinks: 3, MaxPending: 4}, nil), start(t, "d", Config{}, nil)
 	var links []*net.UnixConn
 	for i := range 3 {
 		links = append(links, p.poses(core.AgentID(fmt.Sprint("linked", i))))

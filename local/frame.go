@@ -10,7 +10,7 @@ import (
 //
 //	P: runs    these bytes of a transfer lie here in P's memory
 //	D: credit  D has done with so many runs, of any transfers
-//	D: done    D has copied all of a transfer. Has P kept it? D asks only if it has no proof (gate.go)
+//	D: done    D has copied all of a transfer. Has P kept it? D asks only if it has no proof (validity_page.go)
 //	P: kept    P has kept it, and will not call the transfer good before D has
 //	D: taken   D has reported it
 //	P: stop    D is to end its copy
@@ -94,9 +94,9 @@ func word(k kind, grant random) []byte {
 
 // spoken is the content of a frame of runs.
 type spoken struct {
-	total uint64 // bytes of the whole transfer
-	gate  uint64 // address of a page of P's; see gate.go
-	proof uint64 // what the gate's word is while P keeps the blocks; 0: D is to ask
+	total    uint64 // bytes of the whole transfer
+	validity uint64 // address of the validity page
+	proof    uint64 // what the page's word is while P keeps the blocks; 0: D is to ask
 	piece
 }
 
@@ -107,7 +107,7 @@ func (s *spoken) append(b []byte, grant random) []byte {
 	b = (&header{frameRuns, uint32(runsSize + len(s.runs)*runSize), grant}).append(b)
 	b = binary.BigEndian.AppendUint64(b, s.total)
 	b = binary.BigEndian.AppendUint64(b, s.position)
-	b = binary.BigEndian.AppendUint64(b, s.gate)
+	b = binary.BigEndian.AppendUint64(b, s.validity)
 	b = binary.BigEndian.AppendUint64(b, s.proof)
 	b = binary.BigEndian.AppendUint32(b, s.space)
 	b = binary.BigEndian.AppendUint32(b, uint32(len(s.runs)))
@@ -124,7 +124,7 @@ func parseSpoken(b []byte) (s spoken, err error) {
 	if len(b) < runsSize {
 		return s, fmt.Errorf("a frame of runs with %d bytes", len(b))
 	}
-	s.total, s.position, s.gate = binary.BigEndian.Uint64(b), binary.BigEndian.Uint64(b[8:]), binary.BigEndian.Uint64(b[16:])
+	s.total, s.position, s.validity = binary.BigEndian.Uint64(b), binary.BigEndian.Uint64(b[8:]), binary.BigEndian.Uint64(b[16:])
 	s.proof, s.space = binary.BigEndian.Uint64(b[24:]), binary.BigEndian.Uint32(b[32:])
 	n := binary.BigEndian.Uint32(b[36:])
 	if b = b[runsSize:]; uint64(n)*runSize != uint64(len(b)) {

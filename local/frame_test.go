@@ -8,14 +8,14 @@ import (
 
 func TestFrames(t *testing.T) {
 	grant := newRandom()
-	s := spoken{total: 300, gate: 77, proof: 78, piece: piece{position: 100, runs: []run{{4096, 50}, {8192, 150}}}}
+	s := spoken{total: 300, validity: 77, proof: 78, piece: piece{position: 100, runs: []run{{4096, 50}, {8192, 150}}}}
 	b := s.append(nil, grant)
 	h := parseHeader(b)
 	if err := h.check(); err != nil || h.kind != frameRuns || h.grant != grant || int(h.length) != len(b)-headerSize {
 		t.Fatalf("%+v, %v", h, err)
 	}
 	got, err := parseSpoken(b[headerSize:])
-	if err != nil || got.total != 300 || got.gate != 77 || got.proof != 78 || got.position != 100 || len(got.runs) != 2 || got.runs[1] != (run{8192, 150}) {
+	if err != nil || got.total != 300 || got.validity != 77 || got.proof != 78 || got.position != 100 || len(got.runs) != 2 || got.runs[1] != (run{8192, 150}) {
 		t.Errorf("%+v, %v", got, err)
 	}
 	e := ending{cause: overUnreadable, address: 99, text: "why"}
@@ -76,7 +76,7 @@ func TestBadFrames(t *testing.T) {
 
 // FuzzSpoken: whatever a peer says, what is taken lies within the transfer and the address space.
 func FuzzSpoken(f *testing.F) {
-	s := spoken{total: 300, gate: 77, proof: 78, piece: piece{position: 100, runs: []run{{4096, 50}, {8192, 150}}}}
+	s := spoken{total: 300, validity: 77, proof: 78, piece: piece{position: 100, runs: []run{{4096, 50}, {8192, 150}}}}
 	f.Add(s.append(nil, random{})[headerSize:])
 	f.Fuzz(func(t *testing.T, b []byte) {
 		s, err := parseSpoken(b)

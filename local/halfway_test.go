@@ -172,12 +172,12 @@ var ready = string(verdictReady.bytes(0))
 
 // TestPrefillEndsInMeeting: P's process ends between two words of the meeting, and another process holds the socket.
 func TestPrefillEndsInMeeting(t *testing.T) {
-	for name, says := range map[string]string{"before the welcome": "", "before the verdict": "+", "before the list": "+" + ready, "before the end": "+" + ready + "\x00\x00\x00\x00"} {
+	for name, says := range map[string]string{"before the challenge": "", "before the verdict": "+", "before the list": "+" + ready, "before the end": "+" + ready + "\x00\x00\x00\x00"} {
 		t.Run(name, func(t *testing.T) {
 			p, d, c, ticket := meets(t, new(between))
 			if says == "" {
 				_, _ = read(c, helloSize)
-			} else if _, err := answers(c, ticket, func(*welcome) {}); err != nil {
+			} else if _, err := answers(c, ticket, func(*challenge) {}); err != nil {
 				t.Fatal(err)
 			}
 			_, _ = c.Write([]byte(strings.TrimPrefix(says, "+")))
@@ -195,7 +195,7 @@ func TestPrefillEndsInMeeting(t *testing.T) {
 func TestEndBehindTheProof(t *testing.T) {
 	k := new(between)
 	_, d, c, ticket := meets(t, k)
-	if _, err := answers(c, ticket, func(*welcome) {}); err != nil {
+	if _, err := answers(c, ticket, func(*challenge) {}); err != nil {
 		t.Fatal(err)
 	}
 	k.kills(t)
@@ -210,7 +210,7 @@ func TestNumberReusedInMeeting(t *testing.T) {
 	p, d, c, ticket := meets(t, k)
 	goOn := sync.OnceFunc(func() { close(goes) })
 	t.Cleanup(goOn)
-	go func() { _, _ = answers(c, ticket, func(w *welcome) { w.address = reusedMemory }) }()
+	go func() { _, _ = answers(c, ticket, func(w *challenge) { w.address = reusedMemory }) }()
 	<-reached
 	p.kill()
 	hear, say, err := os.Pipe()
@@ -284,7 +284,7 @@ func (a *agent) refusedDead(says *observer.ObservedLogs) {
 	s := &a.tr.sender
 	for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Microsecond) {
 		s.mu.Lock()
-		over := s.strangers.Len() == 0 && s.links == 0
+		over := s.pending.Len() == 0 && s.links == 0
 		for _, tk := range s.peers {
 			over = over && tk.meeting == nil
 		}
@@ -304,7 +304,7 @@ func (a *agent) refusedDead(says *observer.ObservedLogs) {
 // TestDecodeEndsInMeeting: D's process ends between two words of the meeting, and another process holds the socket. What P has let it do
 // is taken back.
 func TestDecodeEndsInMeeting(t *testing.T) {
-	for _, step := range []string{"before the claim", "before the answer", "when it may read"} {
+	for _, step := range []string{"before the response", "before the answer", "when it may read"} {
 		t.Run(step, func(t *testing.T) {
 			var mu sync.Mutex
 			var let []int
@@ -316,17 +316,17 @@ func TestDecodeEndsInMeeting(t *testing.T) {
 			ticket := random(p.ticket("d"))
 			p.shares(0, whole, seals, 1)
 			h := hello{ticket.name(), newRandom()}
-			cl, want := claimed{claim: claimRead}, verdictReady
+			cl, want := response{kind: responseRead}, verdictReady
 			if step == "when it may read" {
 				p.tr.memories, p.tr.all = nil, nil // else there is no need
-				cl, want = claimed{claim: claimBarred, errno: syscall.EPERM}, verdictAgain
+				cl, want = response{kind: responseBarred, errno: syscall.EPERM}, verdictAgain
 			}
-			if w := p.hail(c, h); step != "before the claim" {
-				if cl.claim == claimRead {
+			if w := p.hail(c, h); step != "before the response" {
+				if cl.kind == responseRead {
 					cl.read, _ = readRandom(linux{}, os.Getpid(), w.address)
 				}
 				cl.prove(ticket, h, &w)
-				if v := p.claims(c, &cl); v != want {
+				if v := p.responds(c, &cl); v != want {
 					t.Fatalf("verdict %d", v)
 				}
 			}
@@ -355,9 +355,9 @@ func TestDeadIsNotLet(t *testing.T) {
 	ticket := random(p.ticket("d"))
 	h := hello{ticket.name(), newRandom()}
 	w := p.hail(c, h)
-	cl := claimed{claim: claimBarred, errno: syscall.EPERM}
+	cl := response{kind: responseBarred, errno: syscall.EPERM}
 	cl.prove(ticket, h, &w)
-	if v := p.claims(c, &cl); v != verdictBarred {
+	if v := p.responds(c, &cl); v != verdictBarred {
 		t.Errorf("verdict %d to a dead process", v)
 		c.Close()
 	}

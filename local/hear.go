@@ -1,3 +1,5 @@
+// What P says on a link, and what D does: copy these runs, report what P has kept, or stop.
+
 package local
 
 import (
@@ -11,7 +13,7 @@ func (r *receiver) hear(src *source, h header, body []byte) error {
 	case frameRuns:
 		f, err := parseSpoken(body)
 		if err == nil {
-			err = src.reaches.check(&f)
+			err = src.access.check(&f)
 		}
 		if err != nil {
 			return err
@@ -62,10 +64,10 @@ func (r *receiver) heardRuns(src *source, grant random, f *spoken) error {
 	case in.over:
 	case f.total != in.into.total:
 		wrong = fmt.Errorf("local: transfer %q has %d bytes at prefill agent %s, %d here", in.id.Name(), f.total, src.id, in.into.total)
-	case !in.claimed.Add(f.position, f.position+n):
+	case !in.covered.Add(f.position, f.position+n):
 		wrong = fmt.Errorf("local: transfer %q: bytes %d to %d came twice", in.id.Name(), f.position, f.position+n)
-	case len(in.claimed) > in.mostSpans():
-		wrong = fmt.Errorf("local: transfer %q: its runs leave more than %d holes", in.id.Name(), in.mostSpans())
+	case len(in.covered) > in.mostIntervals():
+		wrong = fmt.Errorf("local: transfer %q: its runs leave more than %d holes", in.id.Name(), in.mostIntervals())
 	}
 	if in == nil || in.over || wrong != nil {
 		src.owe(len(f.runs))
@@ -78,7 +80,7 @@ func (r *receiver) heardRuns(src *source, grant random, f *spoken) error {
 		return nil
 	}
 	if in.first.IsZero() {
-		in.first, in.gate, in.proof = time.Now(), f.gate, f.proof
+		in.first, in.validity, in.proof = time.Now(), f.validity, f.proof
 	}
 	if in.into.total == 0 && !in.done {
 		in.done = true

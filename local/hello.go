@@ -1,3 +1,18 @@
+// How two agents meet on a fresh socket:
+//
+//	D: hello      the name of the ticket that P gave D, and a random value
+//	P: challenge  a random value, an address, and a proof that P has the ticket
+//	D: response   what D has read at that address of P's process, and a proof that D has the ticket
+//	P: verdict    D has proved itself, or why not
+//	P: memories   those that other processes may open (memory.go)
+//	D: answer     which of them D has opened, and why not the others
+//	P: verdict    the socket is D's, or what D has opened will not do
+//
+// A proof covers all that was said on the socket, so it is of no use on another socket.
+// If somebody else listens at a dead agent's name, he cannot give a proof, and D gives none before it has P's. If
+// the kernel does not let D read, D says that instead. Then P may let this one process read, and
+// D tries once more. If all of P's regions are in memories that D may open, D need not read P's process.
+
 package local
 
 import (
@@ -10,21 +25,6 @@ import (
 	"slices"
 	"syscall"
 )
-
-// How two agents meet on a fresh socket:
-//
-//	D: hello    the name of the ticket that P gave D, and a random value
-//	P: welcome  a random value, an address, and a proof that P has the ticket
-//	D: claim    what D has read at that address of P's process, and a proof that D has the ticket
-//	P: verdict  D has proved itself, or why not
-//	P: memories those that other processes may open (memory.go)
-//	D: answer   which of them D has opened, and why not the others
-//	P: verdict  the socket is D's, or what D has opened will not do
-//
-// A proof covers all that was said on the socket, so it is of no use on another socket.
-// If somebody else listens at a dead agent's name, he cannot give a proof, and D gives none before it has P's. If
-// the kernel does not let D read, D claims that instead. Then P may let this one process read, and
-// D tries once more. If all of P's regions are in memories that D may open, D need not read P's process.
 
 // random is 128 random bits: a ticket, a grant, a nonce.
 type random [16]byte
@@ -50,13 +50,13 @@ func (k random) equals(other random) bool { return hmac.Equal(k[:], other[:]) }
 const magic = uint32('K')<<24 | uint32('L')<<16 | 2
 
 const (
-	helloSize   = 4 + 2*16
-	welcomeSize = 4 + 4 + 16 + 8 + 16
-	claimSize   = 4 + 4 + 16 + 16
-	verdictSize = 4 + 4
+	helloSize     = 4 + 2*16
+	challengeSize = 4 + 4 + 16 + 8 + 16
+	responseSize  = 4 + 4 + 16 + 16
+	verdictSize   = 4 + 4
 )
 
-// refusal is why P refuses a socket; 0: P welcomes it.
+// refusal is why P refuses a socket; 0: P takes it.
 type refusal uint32
 
 const (
@@ -77,21 +77,21 @@ func (r refusal) Error() string {
 	return fmt.Sprintf("the prefill agent refuses with the code %d, which this version does not know", uint32(r))
 }
 
-// claim is D's word on what it has read.
-type claim uint32
+// responseKind says what D has read.
+type responseKind uint32
 
 const (
-	claimRead   claim = 1 // the value that P has put there
-	claimBarred claim = 2 // nothing: the kernel's errno says why. May P let this process read?
-	claimGiveUp claim = 3 // nothing, and P can do nothing for it
+	responseRead   responseKind = 1 // the value that P has put there
+	responseBarred responseKind = 2 // nothing: the kernel's errno says why. May P let this process read?
+	responseGiveUp responseKind = 3 // nothing, and P can do nothing for it
 )
 
-// verdict is P's answer to a claim.
+// verdict is P's answer to a response.
 type verdict uint32
 
 const (
 	verdictReady  verdict = 1 // to a D that has read nothing: all of P's regions are in memory that D may open
-	verdictWrong  verdict = 2 // the claim or its proof is wrong
+	verdictWrong  verdict = 2 // the response or its proof is wrong
 	verdictAgain  verdict = 3 // P has let D's process read: try again
 	verdictBarred verdict = 4 // P cannot let D's process read; the value is an errno, or 0
 	verdictTaken  verdict = 5 // P lets another process read, and the kernel has room for one; the value is its id
@@ -112,60 +112,60 @@ func parseHello(b []byte) (h hello, err error) {
 	return hello{random(b[4:20]), random(b[20:36])}, nil
 }
 
-// welcome is P's answer.
-type welcome struct {
+// challenge is P's answer.
+type challenge struct {
 	refused refusal
 	salt    random
 	address uint64 // of a random value in P's memory, which no socket shows before D does
 	proof   random
 }
 
-func (w *welcome) prove(ticket random, h hello) {
+func (w *challenge) prove(ticket random, h hello) {
 	w.proof = w.proofOf(ticket, h)
 }
 
-func (w *welcome) proofOf(ticket random, h hello) random {
-	return ticket.derive("welcome", h.bytes(), w.bytes()[:welcomeSize-16])
+func (w *challenge) proofOf(ticket random, h hello) random {
+	return ticket.derive("challenge", h.bytes(), w.bytes()[:challengeSize-16])
 }
 
-func (w *welcome) bytes() []byte {
-	b := binary.BigEndian.AppendUint32(make([]byte, 0, welcomeSize), magic)
+func (w *challenge) bytes() []byte {
+	b := binary.BigEndian.AppendUint32(make([]byte, 0, challengeSize), magic)
 	b = binary.BigEndian.AppendUint32(b, uint32(w.refused))
 	b = append(b, w.salt[:]...)
 	b = binary.BigEndian.AppendUint64(b, w.address)
 	return append(b, w.proof[:]...)
 }
 
-func parseWelcome(b []byte) (w welcome, err error) {
+func parseChallenge(b []byte) (w challenge, err error) {
 	if m := binary.BigEndian.Uint32(b); m != magic {
 		return w, fmt.Errorf("the answer begins with %#08x, want %#08x: it is no kvconn agent, or of another version", m, magic)
 	}
-	return welcome{refusal(binary.BigEndian.Uint32(b[4:])), random(b[8:24]), binary.BigEndian.Uint64(b[24:]), random(b[32:48])}, nil
+	return challenge{refusal(binary.BigEndian.Uint32(b[4:])), random(b[8:24]), binary.BigEndian.Uint64(b[24:]), random(b[32:48])}, nil
 }
 
-// claimed is D's claim with its proof.
-type claimed struct {
-	claim claim
+// response is D's answer to a challenge.
+type response struct {
+	kind  responseKind
 	errno syscall.Errno
 	read  random
 	proof random
 }
 
-func (c *claimed) prove(ticket random, h hello, w *welcome) { c.proof = c.proofOf(ticket, h, w) }
+func (c *response) prove(ticket random, h hello, w *challenge) { c.proof = c.proofOf(ticket, h, w) }
 
-func (c *claimed) proofOf(ticket random, h hello, w *welcome) random {
-	return ticket.derive("claim", h.bytes(), w.bytes(), c.bytes()[:claimSize-16])
+func (c *response) proofOf(ticket random, h hello, w *challenge) random {
+	return ticket.derive("response", h.bytes(), w.bytes(), c.bytes()[:responseSize-16])
 }
 
-func (c *claimed) bytes() []byte {
-	b := binary.BigEndian.AppendUint32(make([]byte, 0, claimSize), uint32(c.claim))
+func (c *response) bytes() []byte {
+	b := binary.BigEndian.AppendUint32(make([]byte, 0, responseSize), uint32(c.kind))
 	b = binary.BigEndian.AppendUint32(b, uint32(c.errno))
 	b = append(b, c.read[:]...)
 	return append(b, c.proof[:]...)
 }
 
-func parseClaim(b []byte) claimed {
-	return claimed{claim(binary.BigEndian.Uint32(b)), syscall.Errno(binary.BigEndian.Uint32(b[4:])), random(b[8:24]), random(b[24:40])}
+func parseResponse(b []byte) response {
+	return response{responseKind(binary.BigEndian.Uint32(b)), syscall.Errno(binary.BigEndian.Uint32(b[4:])), random(b[8:24]), random(b[24:40])}
 }
 
 func (v verdict) bytes(value uint32) []byte {

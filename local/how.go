@@ -7,19 +7,19 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// way is how bytes of P's memory come into D's.
-type way uint8
+// copyMethod is how bytes of P's memory come into D's.
+type copyMethod uint8
 
 const (
-	byProcess way = iota // D reads P's process
-	byMapping            // D has mapped the memory
-	byDevice             // D's device has the memory open
-	ways
+	byProcess   copyMethod = iota // D reads P's process
+	byMapping                     // D has mapped the memory
+	byDevice                      // D's device has the memory open
+	copyMethods                   // how many there are
 )
 
-var wayNames = [ways]string{"process_vm_readv", "mapping", "device"}
+var methodNames = [copyMethods]string{"process_vm_readv", "mapping", "device"}
 
-func wayOf(r reach) way {
+func methodOf(r memoryAccess) copyMethod {
 	switch r.(type) {
 	case nil:
 		return byProcess
@@ -29,12 +29,12 @@ func wayOf(r reach) way {
 	return byDevice
 }
 
-// used are the ways that are.
-type used [ways]bool
+// methodSet is which methods are used.
+type methodSet [copyMethods]bool
 
-func (u used) String() string {
+func (u methodSet) String() string {
 	var names []string
-	for w, name := range wayNames {
+	for w, name := range methodNames {
 		if u[w] {
 			names = append(names, name)
 		}
@@ -43,12 +43,12 @@ func (u used) String() string {
 	return strings.Join(names, ", ")
 }
 
-// Counters count the bytes that have come by each way and those that passed the caches on it, and say how much memory of peers this agent has mapped, and how
+// Counters count the bytes that have come by each method and those that passed the caches on it, and say how much memory of peers this agent has mapped, and how
 // much of its own they may map.
 func (t *Transport) Counters() map[string]uint64 {
 	all := map[string]uint64{}
 	t.receiver.mu.Lock()
-	for w, name := range wayNames {
+	for w, name := range methodNames {
 		all["bytes_by_"+name] = t.receiver.came[w]
 	}
 	all["bytes_past_caches"] = t.receiver.past
@@ -64,7 +64,7 @@ func (t *Transport) Counters() map[string]uint64 {
 	return all
 }
 
-// How says by which ways bytes go with a peer, or went; "" if the two have not met. P knows before a byte has gone. D does
+// How says by which methods bytes go with a peer, or went; "" if the two have not met. P knows before a byte has gone. D does
 // not know P's regions: it begins with what it has open, and adds the process when bytes come from there.
 func (t *Transport) How(peer core.AgentID) string {
 	r, s := &t.receiver, &t.sender
@@ -72,30 +72,30 @@ func (t *Transport) How(peer core.AgentID) string {
 	src := r.sources[peer]
 	if src != nil {
 		defer r.mu.Unlock()
-		return src.ways.String()
+		return src.methods.String()
 	}
 	r.mu.Unlock()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if tk := s.peers[peer]; tk != nil {
-		return tk.ways.String()
+		return tk.methods.String()
 	}
 	return ""
 }
 
-// begin are the ways of a D that has met P.
-func (r *reaches) begin() (u used) {
+// begin are the methods of a D that has met P.
+func (r *peerAccess) begin() (u methodSet) {
 	for _, one := range r.spaces {
-		u[wayOf(r.to(one.space))] = true
+		u[methodOf(r.to(one.space))] = true
 	}
-	if u == (used{}) {
+	if u == (methodSet{}) {
 		u[byProcess] = true
 	}
 	return u
 }
 
-// waysTo are those that this agent's regions go by to a D which has opened these memories.
-func (t *Transport) waysTo(all spaces) (u used) {
+// methodsTo are those by which this agent's regions go to a D which has opened these memories.
+func (t *Transport) methodsTo(all spaces) (u methodSet) {
 	for i := range t.layout.Regions {
 		r := &t.layout.Regions[i]
 		for at := r.Base; at < r.Base+r.Extent(); {

@@ -1,3 +1,8 @@
+// The kernel may not end a copy out of P's process. Before it can read a page of P's, another program may have to bring the page (a
+// file system in user space, a network's, userfaultfd), and that program may be stopped. The bytes of such a copy may land at any time.
+// So nobody hears of an end of the transfer until the kernel ends the copy. But everything else goes on: other transfers, the end of
+// the link, and Close. The same holds for a look at the validity page that P has named (look in copy.go).
+
 package local
 
 import (
@@ -14,11 +19,6 @@ import (
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
-// The kernel may not end a copy out of P's process. Before it can read a page of P's, another program may have to bring the page (a
-// file system in user space, a network's, userfaultfd), and that program may be stopped. The bytes of such a copy may land at any time.
-// So nobody hears of an end of the transfer until the kernel ends the copy. But everything else goes on: other transfers, the end of
-// the link, and Close. The same holds for a look at the gate that P has named (look in copy.go).
-
 var errHung = errors.New("the kernel has not ended a copy out of its memory: what brings that memory, a file system perhaps, does not answer")
 
 // stint is the time in which a goroutine copies a batch. Its fields are guarded by receiver.mu.
@@ -32,9 +32,9 @@ type stint struct {
 // watch notes a copy out of P's process that begins; r.mu is held.
 func (r *receiver) watch(b *batch) {
 	r.copies[b] = struct{}{}
-	if r.patrol == nil {
+	if r.watchdog == nil {
 		r.armed = time.Now()
-		r.patrol = r.t.after(step, "local patrol", r.look)
+		r.watchdog = r.t.after(step, "local watchdog", r.look)
 	}
 }
 
@@ -47,8 +47,8 @@ func (r *receiver) unwatch(b *batch) {
 // rest stops the looks if the receiver is closed and no copy is left, so that Close need not wait for the next look; r.mu is held.
 func (r *receiver) rest() {
 	if r.closed && len(r.copies) == 0 {
-		r.patrol.stop()
-		r.patrol = nil
+		r.watchdog.stop()
+		r.watchdog = nil
 	}
 }
 
@@ -63,7 +63,7 @@ func (r *receiver) look() {
 	if r.t.places.any() {
 		limit *= 4 // devices may take a part of the time; how long they take is bounded elsewhere
 	}
-	r.patrol = nil
+	r.watchdog = nil
 	for b := range r.copies {
 		if onTime {
 			b.on.lasts += step
@@ -77,7 +77,7 @@ func (r *receiver) look() {
 	}
 	if len(r.copies) > 0 || fault.On("local-restless-decode") {
 		r.armed = time.Now()
-		r.patrol = r.t.after(step, "local patrol", r.look)
+		r.watchdog = r.t.after(step, "local watchdog", r.look)
 	}
 	r.mu.Unlock()
 	for _, b := range hung {

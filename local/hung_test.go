@@ -20,13 +20,13 @@ import (
 type hangs struct {
 	linux
 	from, to uintptr
-	looks    bool // the look at a gate behind a mapped copy, and not the copies
+	looks    bool // the look at the validity page behind a mapped copy, and not the copies
 	begun    atomic.Int32
 	goes     chan struct{}
 }
 
 func (k *hangs) readv(pid int, into, from []iovec) (uint64, syscall.Errno) {
-	blocks := from[min(1, len(from)-1)].base // the gate comes before them
+	blocks := from[min(1, len(from)-1)].base // the page comes before them
 	if k.looks && len(from) == 1 && from[0].len == proofSize || !k.looks && blocks >= k.from && blocks < k.to {
 		k.begun.Add(1)
 		<-k.goes
@@ -35,7 +35,7 @@ func (k *hangs) readv(pid int, into, from []iovec) (uint64, syscall.Errno) {
 }
 
 // hanging are agents of which D's copies out of P's memory hang, and those out of Q's do not. If D maps P's memory, its look at
-// P's gate hangs.
+// P's validity page hangs.
 func hanging(t *testing.T, cfg Config, mapped bool) (p, q, d *agent, k *hangs) {
 	t.Helper()
 	leaktest.Check(t)
@@ -165,7 +165,7 @@ func TestHungMeeting(t *testing.T) {
 	k.to = k.from + 1
 	ticket := newRandom()
 	where := impostor(t, func(c *net.UnixConn) {
-		_, _ = answers(c, ticket, func(w *welcome) { w.address = uint64(k.from) })
+		_, _ = answers(c, ticket, func(w *challenge) { w.address = uint64(k.from) })
 	})
 	if err := d.tr.Connect("p", where, ticket[:]); err != nil {
 		t.Fatal(err)

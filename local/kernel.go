@@ -1,3 +1,5 @@
+// What this package asks of the kernel about other processes and their memory, and whether it may ask at all.
+
 package local
 
 import (

@@ -28,8 +28,8 @@ func TestLinkAtTheLastMoment(t *testing.T) {
 	c := p.poses("d")
 	frames(t, c, frameRuns)
 	s.abandon(out, errors.New("the wait has ended")) // which has waited for the lock
-	if *out.gate.word() != out.proof {
-		t.Error("the gate does not say that P keeps the blocks")
+	if *out.validity.word() != out.proof {
+		t.Error("the page does not say that P keeps the blocks")
 	}
 	_, _ = c.Write(word(frameTaken, grant))
 	if err := p.sink.Wait("written", "t", 1).Err; err != nil {
@@ -37,7 +37,7 @@ func TestLinkAtTheLastMoment(t *testing.T) {
 	}
 }
 
-// TestLateAnswers: a D that answers each stop, but after P's grace, keeps its link: its words give P the gates back.
+// TestLateAnswers: a D that answers each stop, but after P's grace, keeps its link: its words give P the pages back.
 func TestLateAnswers(t *testing.T) {
 	leaktest.Check(t)
 	p := start(t, "p", Config{StopGrace: time.Millisecond}, nil)
@@ -51,21 +51,21 @@ func TestLateAnswers(t *testing.T) {
 		p.sink.Wait("written", id, 1)
 		_, _ = c.Write((&ending{cause: overStopped}).bytes(grant))
 	}
-	comes(t, "all gates are given back", func() bool {
+	comes(t, "all pages are given back", func() bool {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		return len(s.peers["d"].link.late) == 0
 	})
-	if n := len(p.tr.gates.areas); n > 2 {
-		t.Errorf("%d gates are kept", n*gatesAtOnce)
+	if n := len(p.tr.validity.areas); n > 2 {
+		t.Errorf("%d pages are kept", n*pagesAtOnce)
 	}
 	if all := p.sink.All("down", ""); len(all) > 0 {
 		t.Errorf("the link has ended: %+v", all)
 	}
 }
 
-// TestLostGatesOfOne: a D that never answers a stop costs P only so many gates, however many links it opens.
-func TestLostGatesOfOne(t *testing.T) {
+// TestLostValidityPagesOfOne: a D that never answers a stop costs P only so many pages, however many links it opens.
+func TestLostValidityPagesOfOne(t *testing.T) {
 	leaktest.Check(t)
 	p := start(t, "p", Config{StopGrace: time.Millisecond}, nil)
 	for link := range 3 {
@@ -84,11 +84,11 @@ func TestLostGatesOfOne(t *testing.T) {
 		})
 		defer c.Close()
 	}
-	g := &p.tr.gates
+	g := &p.tr.validity
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.lost > mostLate {
-		t.Errorf("%d gates are lost", g.lost)
+		t.Errorf("%d pages are lost", g.lost)
 	}
 	for _, a := range g.areas { // nobody reads them here, so that none is left to the process
 		a.lost = false
@@ -124,7 +124,7 @@ func TestStoppedInReport(t *testing.T) {
 	}
 }
 
-// moved is a way that copies memory of this process.
+// moved is an access that copies memory of this process.
 type moved struct{}
 
 func (moved) open(*memory, *os.File) error { return nil }
@@ -143,16 +143,16 @@ func TestStagedProof(t *testing.T) {
 		from[i] = byte(i)
 	}
 	p := start(t, "p", Config{}, nil)
-	one, proof, err := p.tr.gates.take()
+	one, proof, err := p.tr.validity.take()
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.tr.gates.give(one)
+	defer p.tr.validity.give(one)
 	at := func(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(&b[0]))) }
 	for name, number := range map[string]uint64{"kept": proof, "another's": proof + 1} {
 		c := p.tr.receiver.copier()
-		b := &batch{in: &inbound{}, into: &landing{runs: []run{{at(into), uint64(len(into))}}, ends: []uint64{uint64(len(into))}, total: uint64(len(into))}, on: new(stint),
-			bytes: uint64(len(into)), runs: []run{{at(from), uint64(len(from))}}, gate: one.address, proof: number, pid: os.Getpid(), looks: true, reach: moved{}}
+		b := &batch{in: &inbound{}, into: &destination{runs: []run{{at(into), uint64(len(into))}}, ends: []uint64{uint64(len(into))}, total: uint64(len(into))}, on: new(stint),
+			bytes: uint64(len(into)), runs: []run{{at(from), uint64(len(from))}}, validity: one.address, proof: number, pid: os.Getpid(), looks: true, access: moved{}}
 		if _, err := c.stage(b); (err == nil) != (number == proof) || b.proven != (number == proof) {
 			t.Errorf("%s: %v, proven %v", name, err, b.proven)
 		}

@@ -1,3 +1,6 @@
+// A peer's socket may outlive the peer's process, in a child, and another process may then have the process's number. So each link
+// has a handle on the process itself (a pidfd), from before the two prove themselves to the link's end.
+
 package local
 
 import (
@@ -8,9 +11,6 @@ import (
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// A peer's socket may outlive the peer's process, in a child, and another process may then have the process's number. So each link
-// has a handle on the process itself (a pidfd), from before the two prove themselves to the link's end.
 
 // givesPeers says whether the kernel gives pidfds of peers. It asks for that of this process.
 func givesPeers(k kernel) bool {

@@ -96,7 +96,7 @@ func TestBadMemories(t *testing.T) {
 			d := start(t, "d", Config{}, nil)
 			ticket := newRandom()
 			where := impostor(t, func(conn *net.UnixConn) {
-				if _, err := answers(conn, ticket, func(*welcome) {}); err != nil {
+				if _, err := answers(conn, ticket, func(*challenge) {}); err != nil {
 					t.Error(err)
 					return
 				}
@@ -184,7 +184,7 @@ func TestBadRuns(t *testing.T) {
 	}
 }
 
-// TestSharedByLiar: what P lists D reads, whatever P says of gates and addresses.
+// TestSharedByLiar: what P lists D reads, whatever P says of validity pages and addresses.
 func TestSharedByLiar(t *testing.T) {
 	sealed := file(t, whole, seals)
 	content := make([]byte, whole)
@@ -200,7 +200,7 @@ func TestSharedByLiar(t *testing.T) {
 		saysMemory(t, c, memory{space: 3, kind: memoryFile, base: 4096, size: whole, handle: make([]byte, 8)}, sealed)
 		return 1
 	}, []string{""}, func(p *poser) {
-		s := spoken{total: whole, gate: 8, piece: piece{space: 3, runs: []run{{4096, whole}}}}
+		s := spoken{total: whole, validity: 8, piece: piece{space: 3, runs: []run{{4096, whole}}}}
 		p.says(s.append(nil, p.grant))
 		frames(t, p.c, frameDone)
 		close(copied)

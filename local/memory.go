@@ -1,3 +1,9 @@
+// If another process can open some of P's memory, D needs no leave to read P's process for that memory.
+// After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
+// D opens all memories of one space in one way, and a frame names the space that its runs lie in.
+// Addresses in runs stay those of P's process. D answers for each memory whether it has opened it.
+// Memory that D has not opened belongs to processMemory, if D may read P's process and P allows it.
+
 package local
 
 import (
@@ -13,12 +19,6 @@ import (
 
 	"golang.org/x/sys/unix"
 )
-
-// If another process can open some of P's memory, D needs no leave to read P's process for that memory.
-// After its verdict P lists these memories. Each belongs to a space, a number from 1 on:
-// D opens all memories of one space in one way, and a frame names the space that its runs lie in.
-// Addresses in runs stay those of P's process. D answers for each memory whether it has opened it.
-// Memory that D has not opened belongs to processMemory, if D may read P's process and P allows it.
 
 // memoryKind is the way in which D opens a memory.
 type memoryKind uint32
@@ -230,10 +230,10 @@ func hearAnswer(conn *net.UnixConn, n int) (reasons []string, err error) {
 }
 
 // spaces are the memories that a D has opened, by address: what P says lies where.
-type spaces []stretchOf
+type spaces []spaceRange
 
-// stretchOf is memory of one space.
-type stretchOf struct {
+// spaceRange is memory of one space.
+type spaceRange struct {
 	base, end uint64
 	space     uint32
 }
@@ -242,9 +242,9 @@ type stretchOf struct {
 func spacesOf(list []memory) (all spaces, err error) {
 	for i := range list {
 		m := &list[i]
-		all = append(all, stretchOf{m.base, m.base + m.size, m.space})
+		all = append(all, spaceRange{m.base, m.base + m.size, m.space})
 	}
-	slices.SortFunc(all, func(a, b stretchOf) int { return cmp.Compare(a.base, b.base) })
+	slices.SortFunc(all, func(a, b spaceRange) int { return cmp.Compare(a.base, b.base) })
 	k := 0
 	for i := range all {
 		if k > 0 && all[k-1].end > all[i].base {
@@ -262,7 +262,7 @@ func spacesOf(list []memory) (all spaces, err error) {
 
 // at returns the space that an address lies in, and the address at which that space, or the gap between two spaces, ends.
 func (all spaces) at(address uint64) (space uint32, end uint64) {
-	i, found := slices.BinarySearchFunc(all, address, func(s stretchOf, a uint64) int { return cmp.Compare(s.base, a) })
+	i, found := slices.BinarySearchFunc(all, address, func(s spaceRange, a uint64) int { return cmp.Compare(s.base, a) })
 	if !found {
 		i--
 	}

@@ -86,9 +86,9 @@ func TestUnwritable(t *testing.T) {
 	moves(t, "after", p, d)
 }
 
-// TestGate: the kernel reads nothing in a call that begins with a gate that is closed.
-func TestGate(t *testing.T) {
-	var g gates
+// TestValidityPage: the kernel reads nothing in a call that begins with a page that is invalidated.
+func TestValidityPage(t *testing.T) {
+	var g validityPages
 	one, number, err := g.take()
 	if err != nil {
 		t.Fatal(err)
@@ -104,25 +104,25 @@ func TestGate(t *testing.T) {
 		return n, errno == 0 && random(into[1:]) == value
 	}
 	if n, ok := read(); n != 17 || !ok {
-		t.Errorf("%d bytes through an open gate", n)
+		t.Errorf("%d bytes through a valid page", n)
 	}
-	g.close(one)
+	g.invalidate(one)
 	if _, ok := read(); ok || *into != [17]byte{} {
-		t.Error("bytes come through a closed gate")
+		t.Error("bytes come through an invalidated page")
 	}
 	g.give(one)
 	if again, other, err := g.take(); err != nil || again != one || other == number || *one.word() != other {
-		t.Errorf("%p, %d, %v; want the gate that was given back, with another number than %d", again, other, err, number)
+		t.Errorf("%p, %d, %v; want the page that was given back, with another number than %d", again, other, err, number)
 	}
 	if n, ok := read(); n != 17 || !ok {
-		t.Errorf("%d bytes through a gate that was opened again", n)
+		t.Errorf("%d bytes through a page that was valid again", n)
 	}
-	g.close(one)
+	g.invalidate(one)
 	g.lose(one)
-	for range 3 * gatesAtOnce {
+	for range 3 * pagesAtOnce {
 		other, _, err := g.take()
 		if err != nil || other == one || other.address == one.address {
-			t.Fatalf("a gate that is lost is taken again: %v, %v", other, err)
+			t.Fatalf("a page that is lost is taken again: %v, %v", other, err)
 		}
 	}
 	late, _, err := g.take()
@@ -131,12 +131,12 @@ func TestGate(t *testing.T) {
 	}
 	g.freeAll()
 	g.give(late) // a Write that came while the transport was closed
-	g.close(late)
+	g.invalidate(late)
 	if _, _, err := g.take(); !errors.Is(err, errClosed) {
-		t.Errorf("a gate is taken after the end: %v", err)
+		t.Errorf("a page is taken after the end: %v", err)
 	}
 	if _, ok := read(); ok {
-		t.Error("bytes come through a lost gate when the others are freed")
+		t.Error("bytes come through a lost page when the others are freed")
 	}
 }
 

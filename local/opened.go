@@ -1,3 +1,5 @@
+// D opens P's memory on GPUs. Its own devices copy out of it, to blocks on a device or in host memory.
+
 package local
 
 import (
@@ -30,7 +32,7 @@ type opened struct {
 }
 
 // opens makes an opened that has nothing open yet.
-func (t *Transport) opens(p prefill) (reach, error) {
+func (t *Transport) opens(p prefill) (memoryAccess, error) {
 	if !t.places.any() {
 		return nil, errors.New("it lies on a GPU, and no region of this agent does, so that this process starts no CUDA driver")
 	}
@@ -42,7 +44,7 @@ func (t *Transport) opens(p prefill) (reach, error) {
 	return o, nil
 }
 
-// lacks is the reach of memory that P cannot share: D can open none of it.
+// lacks is the access to memory that P cannot share: D can open none of it.
 type lacks struct{}
 
 func (lacks) open(m *memory, _ *os.File) error {
@@ -51,7 +53,7 @@ func (lacks) open(m *memory, _ *os.File) error {
 func (lacks) copy(*copier, *batch) (uint64, error) { return 0, errors.New("nothing is open") }
 func (lacks) close()                               {}
 
-// open implements reach.
+// open implements memoryAccess.
 func (o *opened) open(m *memory, file *os.File) error {
 	a, err := parseAllocation(m)
 	if err != nil {
@@ -65,7 +67,7 @@ func (o *opened) open(m *memory, file *os.File) error {
 	return nil
 }
 
-// close implements reach. If a copy does not end, the memory stays open until the device is closed.
+// close implements memoryAccess. If a copy does not end, the memory stays open until the device is closed.
 func (o *opened) close() {
 	for _, p := range o.peers {
 		if err := p.Close(); err != nil {
@@ -74,7 +76,7 @@ func (o *opened) close() {
 	}
 }
 
-// copy implements reach. It does not look at P's gate. If it reads blocks too late, P does not say that it has
+// copy implements memoryAccess. It does not look at P's validity page. If it reads blocks too late, P does not say that it has
 // kept them, and D throws the bytes away.
 func (o *opened) copy(c *copier, b *batch) (done uint64, err error) {
 	from := cursor{b.runs, b.off}
@@ -224,9 +226,9 @@ func (c *copier) toDevice(device int, part *batch, position, n uint64) (uint64, 
 	into := part.into
 	part.into, part.position, part.bytes = slotOf(slot, n), 0, n
 	if _, err := c.read(part); err != nil {
-		var far *unreadable
-		if errors.As(err, &far) {
-			far.position += position
+		var bad *unreadable
+		if errors.As(err, &bad) {
+			bad.position += position
 		}
 		return 0, err
 	}
@@ -235,10 +237,10 @@ func (c *copier) toDevice(device int, part *batch, position, n uint64) (uint64, 
 	return n, c.t.await(c.t.places.devices[device].Transfer(nameOf(part.in), cuda.ToDevice), cuda.Copy{Slot: slot, Runs: runsOf(c.into)})
 }
 
-// slotOf makes a landing out of the first n bytes of a slot.
-func slotOf(slot *cuda.Slot, n uint64) *landing {
+// slotOf makes a destination out of the first n bytes of a slot.
+func slotOf(slot *cuda.Slot, n uint64) *destination {
 	at := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(slot.Bytes()))))
-	return &landing{runs: []run{{at, n}}, ends: []uint64{n}, total: n}
+	return &destination{runs: []run{{at, n}}, ends: []uint64{n}, total: n}
 }
 
 // stuck is called for a copy that a device does not end. Its bytes may land at any time, so the engine must not hear of an end

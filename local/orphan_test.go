@@ -164,11 +164,11 @@ func TestDecodeEndsInWrite(t *testing.T) {
 	d.kill()
 	wants(t, p.sink.Wait("written", "t", 1).Err, "the peer's process has ended", core.ErrConnectionLost.Error())
 	p.down("the peer's process has ended")
-	g := &p.tr.gates
+	g := &p.tr.validity
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.lost > 0 { // as where D may still copy
-		t.Errorf("%d gates are kept for a process that has ended", g.lost)
+		t.Errorf("%d pages are kept for a process that has ended", g.lost)
 	}
 }
 

@@ -38,12 +38,12 @@ func thief(words []string) {
 	}
 	h := hello{random(ticket).name(), newRandom()}
 	_, err = c.Write(h.bytes())
-	b, err2 := read(c, welcomeSize)
+	b, err2 := read(c, challengeSize)
 	if err != nil || err2 != nil {
 		fmt.Println(err, err2)
 		os.Exit(1)
 	}
-	w, err := parseWelcome(b)
+	w, err := parseChallenge(b)
 	_, errno := readRandom(linux{}, pid, address)
 	fmt.Println(os.Getuid(), uint32(w.refused), w.address, w.proof == random{}, err, int(errno))
 	os.Exit(0)

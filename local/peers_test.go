@@ -46,7 +46,7 @@ type poser struct {
 
 // runs says that n bytes from a position on lie there.
 func (p *poser) runs(position, n, total uint64) {
-	s := spoken{total: total, gate: uint64(uintptr(unsafe.Pointer(p.mem))), proof: p.proof, piece: piece{position: position, runs: []run{{uint64(uintptr(unsafe.Pointer(p.mem))) + position, n}}}}
+	s := spoken{total: total, validity: uint64(uintptr(unsafe.Pointer(p.mem))), proof: p.proof, piece: piece{position: position, runs: []run{{uint64(uintptr(unsafe.Pointer(p.mem))) + position, n}}}}
 	p.says(s.append(nil, p.grant))
 }
 
@@ -76,7 +76,7 @@ func posing(t *testing.T, lists func(c *net.UnixConn), does func(p *poser), afte
 	where := impostor(t, func(c *net.UnixConn) {
 		defer close(done)
 		_ = c.SetDeadline(time.Now().Add(20 * time.Second))
-		if _, err := answers(c, ticket, func(*welcome) {}); err != nil {
+		if _, err := answers(c, ticket, func(*challenge) {}); err != nil {
 			t.Error(err)
 			return
 		}
@@ -148,7 +148,7 @@ func TestAlwaysAnew(t *testing.T) {
 	ticket, met := newRandom(), make(chan struct{}, 100)
 	where := impostor(t, func(c *net.UnixConn) {
 		_ = c.SetDeadline(time.Now().Add(20 * time.Second))
-		if _, err := answers(c, ticket, func(*welcome) {}); err != nil {
+		if _, err := answers(c, ticket, func(*challenge) {}); err != nil {
 			t.Error(err)
 			return
 		}
@@ -231,8 +231,8 @@ func TestNotKept(t *testing.T) {
 	})
 }
 
-// TestClosedGate: when the gate is closed D copies nothing more, before it has heard why.
-func TestClosedGate(t *testing.T) {
+// TestInvalidatedPage: when the page is invalidated D copies nothing more, before it has heard why.
+func TestInvalidatedPage(t *testing.T) {
 	p, d := two(t, nil)
 	moves(t, "before", p, d)
 	grant := d.expect("t", "p")
@@ -241,7 +241,7 @@ func TestClosedGate(t *testing.T) {
 	d.copied("t", blockBytes)
 	p.tr.sender.mu.Lock()
 	out := p.tr.sender.byID["t"]
-	p.tr.gates.close(out.gate)
+	p.tr.validity.invalidate(out.validity)
 	p.tr.sender.mu.Unlock()
 	before := append([]byte(nil), d.mem...)
 	for i := range p.mem {
@@ -250,7 +250,7 @@ func TestClosedGate(t *testing.T) {
 	p.tr.Extend(core.WriteOp{ID: "t", Peer: "d", Grant: grant, Pairs: pairs[1:], At: []kv.Extent{{Position: blockBytes, Pairs: len(pairs) - 1}}, Bytes: whole})
 	d.over("t")
 	if string(before) != string(d.mem) {
-		t.Error("bytes came through a closed gate")
+		t.Error("bytes came through an invalidated page")
 	}
 	p.tr.Stop("t")
 	wants(t, p.sink.Wait("written", "t", 1).Err, "stopped")
@@ -325,13 +325,13 @@ func TestSilentDecode(t *testing.T) {
 	grant := newRandom()
 	p.write("t", "d", grant[:])
 	frames(t, c, frameRuns)
-	gate := p.tr.sender.byID["t"].gate
+	page := p.tr.sender.byID["t"].validity
 	p.tr.Stop("t")
 	wants(t, p.sink.Wait("written", "t", 1).Err, "stopped")
 	_, _ = c.Write(word(frameDone, grant))
 	_, _ = c.Write(word(frameTaken, grant))
-	if _, errno := readRandom(linux{}, os.Getpid(), gate.address); errno == 0 {
-		t.Error("the gate of a write that D may still copy is open")
+	if _, errno := readRandom(linux{}, os.Getpid(), page.address); errno == 0 {
+		t.Error("the page of a write that D may still copy is valid")
 	}
 	other := newRandom()
 	p.write("u", "d", other[:])
@@ -344,7 +344,7 @@ func TestSilentDecode(t *testing.T) {
 	}
 }
 
-// TestMuteDecode: a D that answers no stop loses its link before its gates are many.
+// TestMuteDecode: a D that answers no stop loses its link before its validity pages are many.
 func TestMuteDecode(t *testing.T) {
 	leaktest.Check(t)
 	p := start(t, "p", Config{StopGrace: time.Millisecond}, nil)

@@ -44,7 +44,7 @@ func TestTakenUnasked(t *testing.T) {
 	}
 }
 
-// TestTakenAfterStop: D has read all with the gate open, and its report and P's stop cross. P's outcome is D's.
+// TestTakenAfterStop: D has read all with the page valid, and its report and P's stop cross. P's outcome is D's.
 func TestTakenAfterStop(t *testing.T) {
 	leaktest.Check(t)
 	p := start(t, "p", Config{StopGrace: time.Minute}, nil)
@@ -59,7 +59,7 @@ func TestTakenAfterStop(t *testing.T) {
 	}
 }
 
-// looksLate is a kernel in which something happens between a copy of blocks and the look at the gate after it.
+// looksLate is a kernel in which something happens between a copy of blocks and the look at the validity page after it.
 type looksLate struct {
 	linux
 	between atomic.Pointer[func()]
@@ -84,17 +84,17 @@ func (k *looksLate) readv(pid int, into, from []iovec) (uint64, syscall.Errno) {
 	return n + more, 0
 }
 
-// TestReadTooLate: P gives blocks up while D copies them. D finds that at the gate, and reports nothing: also where the
-// kernel cannot close the gate's page, and where another write has the gate meanwhile.
+// TestReadTooLate: P gives blocks up while D copies them. D finds that at the page, and reports nothing: also where the
+// kernel cannot protect the page, and where another write has the page meanwhile.
 func TestReadTooLate(t *testing.T) {
-	for name, c := range map[string]func(g *gates, one *gate){
-		"closed": func(g *gates, one *gate) { g.close(one) },
-		"its page stays open": func(g *gates, one *gate) {
-			g.close(one)
+	for name, c := range map[string]func(g *validityPages, one *validityPage){
+		"invalidated": func(g *validityPages, one *validityPage) { g.invalidate(one) },
+		"its page is not protected": func(g *validityPages, one *validityPage) {
+			g.invalidate(one)
 			_ = one.protect(unix.PROT_READ)
 		},
-		"another write has it": func(g *gates, one *gate) {
-			g.close(one)
+		"another write has it": func(g *validityPages, one *validityPage) {
+			g.invalidate(one)
 			g.give(one)
 			_, _, _ = g.take()
 		},
@@ -113,7 +113,7 @@ func TestReadTooLate(t *testing.T) {
 					p.tr.sender.mu.Lock()
 					out := p.tr.sender.byID["t"]
 					p.tr.sender.mu.Unlock()
-					c(&p.tr.gates, out.gate)
+					c(&p.tr.validity, out.validity)
 				})
 				k.between.Store(&once)
 				p.write("t", "d", d.expect("t", "p"))
@@ -131,13 +131,13 @@ func TestReadTooLate(t *testing.T) {
 	}
 }
 
-// TestProved: D reports a transfer that the gate proves, and asks nobody.
+// TestProved: D reports a transfer that the page proves, and asks nobody.
 func TestProved(t *testing.T) {
 	proof := uint64(99)
 	taken := make(chan struct{})
 	withPoser(t, func(p *poser) {
 		p.proof = proof
-		*(*uint64)(unsafe.Pointer(p.mem)) = proof // its gate is there
+		*(*uint64)(unsafe.Pointer(p.mem)) = proof // its page is there
 		p.runs(0, whole, whole)
 		frames(p.t, p.c, frameTaken)
 		close(taken)
@@ -160,8 +160,8 @@ func TestProvedOfMapping(t *testing.T) {
 		return 1
 	}, []string{""}, func(p *poser) {
 		const proof = 99
-		*(*uint64)(unsafe.Pointer(p.mem)) = proof // its gate is there
-		s := spoken{total: whole, gate: uint64(uintptr(unsafe.Pointer(p.mem))), proof: proof, piece: piece{space: 3, runs: []run{{4096, whole}}}}
+		*(*uint64)(unsafe.Pointer(p.mem)) = proof // its page is there
+		s := spoken{total: whole, validity: uint64(uintptr(unsafe.Pointer(p.mem))), proof: proof, piece: piece{space: 3, runs: []run{{4096, whole}}}}
 		p.says(s.append(nil, p.grant))
 		frames(t, p.c, frameTaken)
 		close(taken)

@@ -10,19 +10,19 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// TestProvedAmongStrangers: an agent that has proved itself keeps its place while it opens what P lists, whoever comes
+// TestProvedAmongPending: an agent that has proved itself keeps its place while it opens what P lists, whoever comes
 // meanwhile. A second socket of the same agent takes the first one's place.
-func TestProvedAmongStrangers(t *testing.T) {
+func TestProvedAmongPending(t *testing.T) {
 	leaktest.Check(t)
-	p := start(t, "p", Config{ConnectTimeout: time.Minute, MaxGreeting: 4}, nil)
+	p := start(t, "p", Config{ConnectTimeout: time.Minute, MaxPending: 4}, nil)
 	p.shares(0, whole, seals, 1)
 	first, second := p.proves("d"), p.proves("d")
 	ends(t, first)
-	var strangers []*net.UnixConn
+	var pending []*net.UnixConn
 	for range 20 {
-		strangers = append(strangers, p.socket())
+		pending = append(pending, p.socket())
 	}
-	for _, c := range strangers[:16] {
+	for _, c := range pending[:16] {
 		ends(t, c)
 	}
 	_, _ = second.Write([]byte{0, 0}) // it has opened the memory
@@ -44,10 +44,10 @@ func (a *agent) proves(peer core.AgentID) *net.UnixConn {
 	ticket, c := random(a.ticket(peer)), a.socket()
 	h := hello{ticket.name(), newRandom()}
 	w := a.hail(c, h)
-	cl := claimed{claim: claimRead}
+	cl := response{kind: responseRead}
 	cl.read, _ = readRandom(linux{}, os.Getpid(), w.address)
 	cl.prove(ticket, h, &w)
-	if v := a.claims(c, &cl); v != verdictReady {
+	if v := a.responds(c, &cl); v != verdictReady {
 		a.t.Fatalf("verdict %d", v)
 	}
 	if _, err := read(c, 4+memorySize+8); err != nil {

@@ -12,7 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/intervals"
 	"github.com/kvconn/kvconn/internal/stopwatch"
 	"github.com/kvconn/kvconn/kv"
 )
@@ -31,14 +31,14 @@ type receiver struct {
 	copiers sync.Pool  // of *copier
 	redial  time.Duration
 	closed  bool
-	came    [ways]uint64 // bytes
-	past    uint64       // bytes of these that passed the caches
+	came    [copyMethods]uint64 // bytes
+	past    uint64              // bytes of these that passed the caches
 
-	copies map[*batch]struct{}  // under way, out of P's processes
-	patrol *delayed             // looks at them; nil: there is none
-	armed  time.Time            // when that one was
-	hung   map[core.AgentID]int // copies that have not ended long after their begin
-	unread map[core.AgentID]int // values of P's whose reading has not ended in time; it writes nothing of the caches
+	copies   map[*batch]struct{}  // under way, out of P's processes
+	watchdog *delayed             // looks at them; nil: there is none
+	armed    time.Time            // when that one was
+	hung     map[core.AgentID]int // copies that have not ended long after their begin
+	unread   map[core.AgentID]int // values of P's whose reading has not ended in time; it writes nothing of the caches
 
 	flying  int             // copies of all transfers
 	mayLand map[string]bool // names of regions to which a device has not ended a copy
@@ -49,28 +49,28 @@ type inbound struct {
 	id     core.TransferID
 	grant  random
 	source *source
-	into   landing
+	into   destination
 
-	claimed spans.List // positions that P has said
-	todo    []piece
-	off     uint64 // bytes of todo[0].runs[0] that are copied, or being copied
-	queued  bool   // in receiver.ready
-	gate    uint64
-	proof   uint64    // what is in the gate while P keeps the blocks; 0: P is to be asked
-	first   time.Time // when P said anything of it
-	copied  uint64
-	flying  int             // copies under way
-	hung    int             // of them, those that were given up
-	moves   stopwatch.Watch // while anything is to be copied
-	untold  chan struct{}   // of ends, if the end is told when these have ended
-	quiet   chan struct{}   // closed when none is; nil: nobody waits
-	over    bool            // no copy begins any more
-	ended   atomic.Bool     // the same, for copies that have several parts
-	stuck   bool            // a device does not end a copy: it may land for ever, and so nobody hears of an end
-	gone    bool            // it is not expected any more: its grant is known while a copy is under way
-	stopped bool            // as P asked; D says when no copy is under way
-	asks    bool            // a copy did not prove by itself that P has kept the blocks
-	done    bool            // P was asked whether it has
+	covered  intervals.Set // positions that P has said
+	todo     []piece
+	off      uint64 // bytes of todo[0].runs[0] that are copied, or being copied
+	queued   bool   // in receiver.ready
+	validity uint64
+	proof    uint64    // what is in the page while P keeps the blocks; 0: P is to be asked
+	first    time.Time // when P said anything of it
+	copied   uint64
+	flying   int             // copies under way
+	hung     int             // of them, those that were given up
+	moves    stopwatch.Watch // while anything is to be copied
+	untold   chan struct{}   // of ends, if the end is told when these have ended
+	quiet    chan struct{}   // closed when none is; nil: nobody waits
+	over     bool            // no copy begins any more
+	ended    atomic.Bool     // the same, for copies that have several parts
+	stuck    bool            // a device does not end a copy: it may land for ever, and so nobody hears of an end
+	gone     bool            // it is not expected any more: its grant is known while a copy is under way
+	stopped  bool            // as P asked; D says when no copy is under way
+	asks     bool            // a copy did not prove by itself that P has kept the blocks
+	done     bool            // P was asked whether it has
 }
 
 // paces says whether there is anything that P has said and that is not copied, or whether P is asked if it has kept its blocks;
@@ -79,9 +79,9 @@ func (in *inbound) paces() {
 	in.moves.Run(len(in.todo) > 0 || in.flying > 0 || in.done || fault.On("local-rest-counts"), time.Now())
 }
 
-// mostSpans bounds the spans that are kept of what P says, which leaves holes only where its blocks
+// mostIntervals bounds the intervals that are kept of what P says, which leaves holes only where its blocks
 // become ready in another order.
-func (in *inbound) mostSpans() int {
+func (in *inbound) mostIntervals() int {
 	return int(min(max(1<<10, in.into.total>>12, uint64(in.into.pieces())), 1<<16))
 }
 
@@ -94,7 +94,7 @@ func (r *receiver) init(t *Transport) {
 
 // Expect implements core.Transport.
 func (t *Transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
-	return t.receiver.expect(id, peer, landingOf(t.layout, dst))
+	return t.receiver.expect(id, peer, destinationOf(t.layout, dst))
 }
 
 // ExpectPlan implements core.Cutter.
@@ -102,7 +102,7 @@ func (t *Transport) ExpectPlan(id core.TransferID, peer core.AgentID, dst kv.Pla
 	return t.receiver.expect(id, peer, planned(t.layout, dst))
 }
 
-func (r *receiver) expect(id core.TransferID, peer core.AgentID, into landing) ([]byte, error) {
+func (r *receiver) expect(id core.TransferID, peer core.AgentID, into destination) ([]byte, error) {
 	in := &inbound{id: id, grant: newRandom(), into: into}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -310,7 +310,7 @@ func (r *receiver) linkEnded(src *source, err error) {
 	}
 	r.mu.Unlock()
 	if !fault.On("local-keeps-dead") {
-		src.reaches.close() // first, since P waits for the socket's end: then nothing of its memory is open here
+		src.access.close() // first, since P waits for the socket's end: then nothing of its memory is open here
 	}
 	if src.link != nil {
 		src.link.close()

@@ -64,8 +64,8 @@ func (k *stern) shuts() {
 	k.shut = true
 }
 
-// strangersTo are agents that have not met, under a kernel that is shut.
-func strangersTo(t *testing.T, k *stern) (p, d *agent) {
+// unmetAgents are agents that have not met, under a kernel that is shut.
+func unmetAgents(t *testing.T, k *stern) (p, d *agent) {
 	t.Helper()
 	leaktest.Check(t)
 	p, d = start(t, "p", Config{}, k), start(t, "d", Config{}, k)
@@ -76,7 +76,7 @@ func strangersTo(t *testing.T, k *stern) (p, d *agent) {
 // TestYama: P lets just the process read that has proved itself and asks, while their link lives.
 func TestYama(t *testing.T) {
 	k := &stern{mode: "1", errno: syscall.EPERM}
-	p, d := strangersTo(t, k)
+	p, d := unmetAgents(t, k)
 	d.connect(p)
 	moves(t, "t", p, d)
 	e := start(t, "e", Config{}, &stern{mode: "1", errno: syscall.EPERM})
@@ -102,7 +102,7 @@ func TestYama(t *testing.T) {
 // anew, though another link of its process's counts as let.
 func TestYamaReset(t *testing.T) {
 	k := &stern{mode: "1", errno: syscall.EPERM}
-	p, d := strangersTo(t, k)
+	p, d := unmetAgents(t, k)
 	d.connect(p)
 	moves(t, "t", p, d)
 	e := start(t, "e", Config{}, &stern{})
@@ -115,7 +115,7 @@ func TestYamaReset(t *testing.T) {
 // TestYamaOfTwo: the kernel has room for one process, and a second one hears so.
 func TestYamaOfTwo(t *testing.T) {
 	k := &stern{mode: "1", errno: syscall.EPERM}
-	p, d := strangersTo(t, k)
+	p, d := unmetAgents(t, k)
 	other, errno, undo := letRead(k, 1)
 	if other != 0 || errno != 0 {
 		t.Fatal(other, errno)
@@ -149,7 +149,7 @@ func TestRefusals(t *testing.T) {
 		"another error": {&stern{errno: syscall.EFAULT}, core.Setup, []string{"has not got what"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p, d := strangersTo(t, c.k)
+			p, d := unmetAgents(t, c.k)
 			d.connect(p)
 			d.down(c.says...)
 			if err := d.tr.Usable(t.Context(), "p"); core.WhyOf(err) != c.why {

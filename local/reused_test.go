@@ -24,10 +24,10 @@ import (
 // reusedEnv tells a test binary to be a prefill agent whose number another process gets ("p"), or that process ("x").
 const reusedEnv = "KVCONN_TEST_REUSED"
 
-// Where both have their memory, and its gate. Nothing else of a Go program lies there, with the race detector or without.
+// Where both have their memory, and its validity page. Nothing else of a Go program lies there, with the race detector or without.
 const (
-	reusedMemory = 0x4000_0000_0000
-	reusedGate   = 0x4100_0000_0000
+	reusedMemory   = 0x4000_0000_0000
+	reusedValidity = 0x4100_0000_0000
 )
 
 // reusing is each of the two. Its memory has its letter in each byte.
@@ -48,7 +48,7 @@ func reusing() {
 		return mem
 	}
 	fixed(reusedMemory, whole)
-	area := &gateArea{mem: fixed(reusedGate, os.Getpagesize())}
+	area := &pageArea{mem: fixed(reusedValidity, os.Getpagesize())}
 	if role == "x" {
 		fmt.Println("ready")
 		select {}
@@ -61,7 +61,7 @@ func reusing() {
 	if err != nil {
 		panic(err)
 	}
-	tr.gates.areas, tr.gates.free = []*gateArea{area}, []*gate{{address: reusedGate, area: area}}
+	tr.validity.areas, tr.validity.free = []*pageArea{area}, []*validityPage{{address: reusedValidity, area: area}}
 	ticket, err := tr.Admit("d")
 	if err != nil {
 		panic(err)
@@ -129,7 +129,7 @@ func (k *holdsBack) readv(pid int, into, from []iovec) (uint64, syscall.Errno) {
 		return k.linux.readv(pid, into, from)
 	}
 	k.reads.Add(1)
-	if blocks := from[min(1, len(from)-1)].base; blocks >= reusedMemory && blocks < reusedMemory+whole { // the gate comes before them
+	if blocks := from[min(1, len(from)-1)].base; blocks >= reusedMemory && blocks < reusedMemory+whole { // the page comes before them
 		close(k.reached) // there is one such read
 		<-k.goes
 	}
@@ -210,7 +210,7 @@ func reuses(t *testing.T, child, deaf bool) {
 	}
 	goes()
 	if deaf {
-		d.copied("t", whole) // all has come, and the gate is not P's
+		d.copied("t", whole) // all has come, and the page is not P's
 		d.tr.Revoke("t")
 		if all := d.sink.All("received", ""); len(all) != 0 {
 			t.Errorf("another process's memory was reported: %+v", all)

@@ -1,3 +1,5 @@
+// Where a transfer's bytes lie in P's process, and where they go in D's.
+
 package local
 
 import (
@@ -11,8 +13,8 @@ import (
 // run is a contiguous piece of a process's memory.
 type run struct{ base, len uint64 }
 
-// landing says where a transfer's bytes go, in the transfer's linear order: by a list of runs or, if the pieces are very many, by a plan.
-type landing struct {
+// destination says where a transfer's bytes go, in the transfer's linear order: by a list of runs or, if the pieces are very many, by a plan.
+type destination struct {
 	runs   []run
 	ends   []uint64 // ends[i]: the position after runs[i]
 	total  uint64
@@ -20,21 +22,21 @@ type landing struct {
 	layout *kv.Layout
 }
 
-// planned makes a landing out of a plan.
-func planned(l *kv.Layout, p kv.Plan) landing {
-	return landing{plan: p, layout: l, total: kv.PlanBytes(p)}
+// planned makes a destination out of a plan.
+func planned(l *kv.Layout, p kv.Plan) destination {
+	return destination{plan: p, layout: l, total: kv.PlanBytes(p)}
 }
 
 // pieces is an upper bound on the number of runs.
-func (d *landing) pieces() int {
+func (d *destination) pieces() int {
 	if d.plan != nil {
 		return d.plan.Pieces()
 	}
 	return len(d.runs)
 }
 
-func landingOf(l *kv.Layout, segments []kv.Segment) landing {
-	d := landing{runs: make([]run, len(segments)), ends: make([]uint64, len(segments))}
+func destinationOf(l *kv.Layout, segments []kv.Segment) destination {
+	d := destination{runs: make([]run, len(segments)), ends: make([]uint64, len(segments))}
 	for i, s := range segments {
 		d.runs[i] = run{l.Regions[s.Region].Base + s.Offset, s.Length}
 		d.total += s.Length
@@ -44,8 +46,8 @@ func landingOf(l *kv.Layout, segments []kv.Segment) landing {
 }
 
 // cut puts the places of n bytes, from a position on, into v, as far as v has room, and returns how many bytes
-// these are. Only a landing by a plan uses the room for pairs.
-func (d *landing) cut(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec, got uint64) {
+// these are. Only a destination by a plan uses the room for pairs.
+func (d *destination) cut(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec, got uint64) {
 	if d.plan != nil {
 		return d.cutPlan(v, position, n, room)
 	}
@@ -69,7 +71,7 @@ func (d *landing) cut(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec,
 	return v, got
 }
 
-func (d *landing) cutPlan(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec, got uint64) {
+func (d *destination) cutPlan(v []iovec, position, n uint64, room []kv.Pair) (_ []iovec, got uint64) {
 	for got < n && len(v) < cap(v) {
 		list := d.plan.Pairs(room[:0:min(cap(room), cap(v)-len(v))], position+got, n-got)
 		for i := range list {
@@ -132,24 +134,24 @@ func piecesOf(l *kv.Layout, op *core.WriteOp) (pieces []piece, runs int) {
 	return pieces, runs
 }
 
-// stretch is a part of a plan that is cut into pieces when they are said.
-type stretch struct {
+// planRange is a part of a plan that is cut into pieces when they are said.
+type planRange struct {
 	position, end uint64
 	plan          kv.Plan
 }
 
-// stretchesOf is the sender's half of a plan that is not a list.
-func stretchesOf(p kv.Plan) (list []stretch) {
+// planRanges is the sender's half of a plan that is not a list.
+func planRanges(p kv.Plan) (list []planRange) {
 	for _, e := range p.Extents() {
 		if e.Bytes > 0 {
-			list = append(list, stretch{e.Position, e.Position + e.Bytes, p})
+			list = append(list, planRange{e.Position, e.Position + e.Bytes, p})
 		}
 	}
 	return list
 }
 
-// cut takes at most so many runs of a stretch.
-func (w *stretch) cut(l *kv.Layout, most int, room []kv.Pair) (p piece) {
+// cut takes at most so many runs of a range.
+func (w *planRange) cut(l *kv.Layout, most int, room []kv.Pair) (p piece) {
 	p = piece{position: w.position, runs: make([]run, 0, most)}
 	for len(p.runs) < most && w.position < w.end {
 		list := w.plan.Pairs(room[:0:min(cap(room), most-len(p.runs))], w.position, w.end-w.position)

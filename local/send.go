@@ -22,16 +22,16 @@ import (
 // sender is P's half: the admitted D agents, and the transfers that they copy. Its lock is taken
 // within no other but a link's.
 type sender struct {
-	t         *Transport
-	mu        sync.Mutex
-	peers     map[core.AgentID]*taker
-	byName    map[random]*taker // the same, by the names of their tickets
-	byID      map[core.TransferID]*outbound
-	links     int
-	pairs     []kv.Pair // room for those of plans
-	strangers strangers
-	lines     ratelog.Limit
-	closed    bool
+	t       *Transport
+	mu      sync.Mutex
+	peers   map[core.AgentID]*taker
+	byName  map[random]*taker // the same, by the names of their tickets
+	byID    map[core.TransferID]*outbound
+	links   int
+	pairs   []kv.Pair // room for those of plans
+	pending pendingConns
+	lines   ratelog.Limit
+	closed  bool
 }
 
 // taker is an admitted D agent.
@@ -39,10 +39,10 @@ type taker struct {
 	id      core.AgentID
 	ticket  random
 	link    *outLink      // nil: it is not connected
-	lost    int           // gates that stay closed for ever because of it
+	lost    int           // validity pages that are lost because of it
 	meeting *net.UnixConn // on which it opens memories, after it has proved itself
 	refused string        // why its last meeting failed: it tries again, and is not worth a warning each time
-	ways    used          // see How
+	methods methodSet     // see How
 	byGrant map[random]*outbound
 }
 
@@ -56,9 +56,9 @@ type outLink struct {
 	unread func()   // takes back the leave of D's process to read this one; nil: it needs no leave
 
 	// Guarded by sender.mu.
-	credit int              // how many more runs P may say
-	queue  []*outbound      // writes that have runs to say; served in turn
-	late   map[random]*gate // the gates of stopped writes whose stop D has not answered in time, by the writes' grants
+	credit int                      // how many more runs P may say
+	queue  []*outbound              // writes that have runs to say; served in turn
+	late   map[random]*validityPage // the validity pages of stopped writes whose stop D has not answered in time, by the writes' grants
 }
 
 func (s *sender) init(t *Transport) {
@@ -157,7 +157,7 @@ func (s *sender) close() {
 	s.closed = true
 	s.t.wg.Add(1)
 	defer s.t.wg.Done()
-	for c := range s.strangers.All() {
+	for c := range s.pending.All() {
 		_ = c.Close()
 	}
 	var all []*taker
@@ -212,12 +212,12 @@ func (s *sender) linkEnded(ol *outLink, err error, quiet bool) {
 	s.mu.Lock()
 	tk := ol.taker
 	var lost []*outbound
-	free, closed := []*gate(nil), slices.Collect(maps.Values(ol.late))
+	free, closed := []*validityPage(nil), slices.Collect(maps.Values(ol.late))
 	for _, out := range tk.byGrant {
 		if out.link == ol {
-			if out.gate != nil {
-				closed = append(closed, out.gate)
-				out.gate = nil
+			if out.validity != nil {
+				closed = append(closed, out.validity)
+				out.validity = nil
 			}
 			lost = append(lost, out)
 			s.forget(out, cause)
@@ -238,10 +238,10 @@ func (s *sender) linkEnded(ol *outLink, err error, quiet bool) {
 	down := current && !s.closed && s.peers[tk.id] == tk
 	s.mu.Unlock()
 	for _, one := range free {
-		s.t.gates.give(one)
+		s.t.validity.give(one)
 	}
 	for _, one := range closed {
-		s.t.gates.lose(one)
+		s.t.validity.lose(one)
 	}
 	ol.end()
 	s.t.cfg.Logger.Debug("link ended", zap.String("peer", string(tk.id)), zap.Int("pid", ol.pid), zap.Error(cause))
@@ -345,7 +345,7 @@ func (s *sender) heardOver(ol *outLink, grant random, e *ending) {
 		late := ol.late[grant]
 		delete(ol.late, grant)
 		s.mu.Unlock()
-		s.t.gates.give(late)
+		s.t.validity.give(late)
 		return
 	}
 	var err error

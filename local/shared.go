@@ -1,3 +1,5 @@
+// P hands out its memory on GPUs, and looks each second whether what it has told D is still there.
+
 package local
 
 import (

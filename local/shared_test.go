@@ -63,7 +63,7 @@ func (a *agent) opened() (list []string, process bool) {
 	}
 	a.tr.receiver.mu.Lock()
 	defer a.tr.receiver.mu.Unlock()
-	r := &a.tr.receiver.sources["p"].reaches
+	r := &a.tr.receiver.sources["p"].access
 	for _, s := range r.spaces {
 		list = append(list, fmt.Sprintf("%d: %d", s.space, s.end-s.base))
 	}
@@ -150,7 +150,7 @@ func TestShared(t *testing.T) {
 func TestSharedAlone(t *testing.T) {
 	for _, mode := range []string{"", "1"} {
 		k := &stern{mode: mode, errno: syscall.EPERM}
-		p, d := strangersTo(t, k)
+		p, d := unmetAgents(t, k)
 		p.shares(0, whole/2, seals, 1)
 		p.shares(whole/2, whole/2, seals, 1)
 		d.connect(p)
@@ -166,15 +166,15 @@ func TestSharedAlone(t *testing.T) {
 
 // TestSharedInPart: if one of P's regions lies in no memory, D needs P's process.
 func TestSharedInPart(t *testing.T) {
-	p, d := strangersTo(t, &stern{errno: syscall.EPERM})
+	p, d := unmetAgents(t, &stern{errno: syscall.EPERM})
 	p.shares(0, whole-4096, seals, 1)
 	d.connect(p)
 	d.down("the kernel does not let this process read")
 }
 
-// TestSharedWillNotDo: if D can open none of the two ways, both say why.
+// TestSharedWillNotDo: if D can open none by the two methods, both say why.
 func TestSharedWillNotDo(t *testing.T) {
-	p, d := strangersTo(t, &stern{errno: syscall.EPERM})
+	p, d := unmetAgents(t, &stern{errno: syscall.EPERM})
 	p.shares(0, whole, unix.F_SEAL_GROW, 1)
 	d.connect(p)
 	d.down("has the seals 0x4, and 0x3 are needed", "the kernel does not let this process read")

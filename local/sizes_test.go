@@ -11,17 +11,17 @@ import (
 // has all; the metrics are medians of each round's ratio to the default. A Revoke may wait for a copy: the longer, the more bytes it has.
 func BenchmarkSizes(b *testing.B) {
 	const block = 64 << 10
-	for _, way := range []string{"local2", "mapped2"} { // process_vm_readv, a mapping
-		b.Run(way, func(b *testing.B) {
+	for _, name := range []string{"local2", "mapped2"} { // process_vm_readv, a mapping
+		b.Run(name, func(b *testing.B) {
 			p := startBench(b, block)
 			n := int(benchMemory / 2 / block)
 			p.scatter(shuffledBlocks(1, n, 2*n), shuffledBlocks(2, n, 2*n))
-			cfg := &p.ways[way].(*Transport).cfg
+			cfg := &p.transports[name].(*Transport).cfg
 			settled := *cfg
 			took := func(workers int, bytes uint64) float64 { // nothing is under way that reads cfg
 				cfg.Workers, cfg.BatchBytes = workers, bytes
 				began := time.Now()
-				p.move(way)
+				p.move(name)
 				return float64(time.Since(began))
 			}
 			type choice struct {
@@ -66,7 +66,7 @@ func BenchmarkStores(b *testing.B) {
 		began := time.Now()
 		for i := range src {
 			for at := uint64(0); at < block; at += size {
-				copyOf(total, p.own[dst[i]*block+at:][:size], p.far[src[i]*block+at:][:size])
+				copyOf(total, p.own[dst[i]*block+at:][:size], p.peerMemory[src[i]*block+at:][:size])
 			}
 		}
 		return float64(time.Since(began))

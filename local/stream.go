@@ -1,3 +1,5 @@
+// A long transfer passes the processor's caches, since it would put out what the engine works with.
+
 package local
 
 import (

@@ -1,5 +1,7 @@
 //go:build !amd64
 
+// A processor without such stores copies by way of its caches.
+
 package local
 
 import "unsafe"

@@ -1,3 +1,5 @@
+// The transport as its user sees it: D's half is receiver, P's is sender, and this file opens and closes both.
+
 package local
 
 import (
@@ -26,7 +28,7 @@ type Config struct {
 	StopGrace      time.Duration // how long a stopped write waits for D's word; 500 ms
 	MaxLinks       int           // peers at a time; 4096, and an eighth of the process's descriptors
 	MaxMapped      uint64        // bytes of peers' memory that are mapped here; 4 TiB, since that takes addresses alone
-	MaxGreeting    int           // besides these, sockets whose peer has not proved itself; 256
+	MaxPending     int           // besides these, sockets whose peer has not proved itself; 256
 	Devices        Devices       // the devices on which some regions lie; nil: all lie in host memory
 	CloseGrace     time.Duration // how long Close waits for copies of a device that does not answer; 2 s
 	Logger         *zap.Logger
@@ -61,8 +63,8 @@ func (c Config) withDefaults() Config {
 	if c.MaxMapped == 0 {
 		c.MaxMapped = 4 << 40
 	}
-	if c.MaxGreeting <= 0 {
-		c.MaxGreeting = min(256, c.MaxLinks/2)
+	if c.MaxPending <= 0 {
+		c.MaxPending = min(256, c.MaxLinks/2)
 	}
 	if c.lookAfter <= 0 {
 		c.lookAfter = time.Second
@@ -92,7 +94,7 @@ type Transport struct {
 
 	receiver receiver
 	sender   sender
-	gates    gates
+	validity validityPages
 	places   places
 	handouts handouts
 	late     chan struct{} // closed CloseGrace after Close has begun, or when it ends
@@ -210,7 +212,7 @@ func (t *Transport) Close() error {
 	t.receiver.close()
 	t.sender.close()
 	t.wg.Wait()
-	t.gates.freeAll()
+	t.validity.freeAll()
 	t.release()
 	return t.receiver.after()
 }

@@ -55,7 +55,7 @@ func (m *mapped) give(n uint64) {
 // the file must not shrink.
 const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_SEAL
 
-// open implements reach.
+// open implements memoryAccess.
 func (v *views) open(m *memory, file *os.File) error {
 	if len(m.handle) != 8 {
 		return fmt.Errorf("a file's handle has %d bytes, want 8", len(m.handle))
@@ -124,7 +124,7 @@ func (v *views) at(address uint64) []byte {
 	return v.list[i].mem[address-v.list[i].base:]
 }
 
-// copy implements reach. P's gate holds up nothing here. D looks at it behind the batch, or asks P, and throws away
+// copy implements memoryAccess. P's validity page holds up nothing here. D looks at it behind the batch, or asks P, and throws away
 // what it has read too late.
 func (v *views) copy(c *copier, b *batch) (done uint64, err error) {
 	from := cursor{b.runs, b.off}
@@ -173,7 +173,7 @@ func (v *views) fault(cause any, c *copier, b *batch, done uint64) error {
 	return hostmem.Fault(c.t.layout.Regions, list, true, syscall.EFAULT)
 }
 
-// close implements reach.
+// close implements memoryAccess.
 func (v *views) close() {
 	for _, w := range v.list {
 		v.t.mapped.give(uint64(len(w.mem)))

@@ -1,3 +1,6 @@
+// P tells D where a write's bytes lie. If the write is stopped, P invalidates its page and waits for D's word, within a
+// bound.
+
 package local
 
 import (
@@ -8,7 +11,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/intervals"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -19,18 +22,18 @@ type outbound struct {
 	taker     *taker
 	link      *outLink // nil: D has not connected yet
 	wait      *delayed // for a link, or for D's word on a stop
-	gate      *gate
-	proof     uint64 // the gate's number
-	proved    bool   // P has told D the number, so D may find out by itself whether P has kept the blocks
-	given     spans.List
-	bytes     uint64 // how many bytes given has
-	runs      int    // how many runs given has
-	total     uint64 // the bytes of the whole transfer, with those that are not given yet
+	validity  *validityPage
+	proof     uint64        // the page's number
+	proved    bool          // P has told D the number, so D may find out by itself whether P has kept the blocks
+	positions intervals.Set // of the bytes that it has
+	bytes     uint64        // how many bytes those are
+	runs      int           // how many runs those are
+	total     uint64        // the bytes of the whole transfer, with those that are not given yet
 	todo      []piece
-	stretches []stretch // to say after todo
-	said      uint64    // how many bytes P has said
-	asked     bool      // D has heard of the write
-	queued    bool      // it is in its link's queue
+	ranges    []planRange // to say after todo
+	said      uint64      // how many bytes P has said
+	asked     bool        // D has heard of the write
+	queued    bool        // it is in its link's queue
 	started   time.Time
 
 	kept   bool  // P has said that it has kept the blocks; the write is good when D says that it has reported the load
@@ -50,7 +53,7 @@ func (t *Transport) Write(op core.WriteOp) {
 	out := &outbound{id: op.ID, grant: random(op.Grant), total: op.Total(), started: time.Now()}
 	err := out.give(t.layout, &op)
 	if err == nil {
-		out.gate, out.proof, err = t.gates.take()
+		out.validity, out.proof, err = t.validity.take()
 	}
 	var ol *outLink
 	s.mu.Lock()
@@ -82,7 +85,7 @@ func (t *Transport) Write(op core.WriteOp) {
 	}
 	s.mu.Unlock()
 	if err != nil {
-		t.gates.give(out.gate)
+		t.validity.give(out.validity)
 		t.sink.Written(op.ID, core.TransferStats{}, err)
 		return
 	}
@@ -121,14 +124,14 @@ func (t *Transport) Extend(op core.WriteOp) {
 // give adds bytes to a write.
 func (out *outbound) give(l *kv.Layout, op *core.WriteOp) error {
 	if op.Plan != nil {
-		list := stretchesOf(op.Plan)
+		list := planRanges(op.Plan)
 		for _, w := range list {
 			if err := out.has(w.position, w.end); err != nil {
 				return err
 			}
 		}
 		out.runs += op.Plan.Pieces()
-		out.stretches = append(out.stretches, list...)
+		out.ranges = append(out.ranges, list...)
 		return nil
 	}
 	pieces, runs := piecesOf(l, op)
@@ -145,7 +148,7 @@ func (out *outbound) give(l *kv.Layout, op *core.WriteOp) error {
 
 // has counts bytes that are given.
 func (out *outbound) has(from, to uint64) error {
-	if to > out.total || !out.given.Add(from, to) {
+	if to > out.total || !out.positions.Add(from, to) {
 		return fmt.Errorf("local: transfer %q of %d bytes was given bytes %d to %d: they lie outside of it, or some were given before", out.id.Name(), out.total, from, to)
 	}
 	out.bytes += to - from
@@ -153,7 +156,7 @@ func (out *outbound) has(from, to uint64) error {
 }
 
 // due says whether there is something to say.
-func (out *outbound) due() bool { return len(out.todo)+len(out.stretches) > 0 }
+func (out *outbound) due() bool { return len(out.todo)+len(out.ranges) > 0 }
 
 // Stop implements core.Transport.
 func (t *Transport) Stop(id core.TransferID) {
@@ -177,7 +180,7 @@ func (t *Transport) Stop(id core.TransferID) {
 }
 
 // halt gives a write up. If D has not heard of the write, the write has ended, and the caller must tell
-// its outcome. Else halt closes the gate, and the write ends with D's word that it copies no more, or after the
+// its outcome. Else halt invalidates the page, and the write ends with D's word that it copies no more, or after the
 // grace; s.mu is held.
 func (s *sender) halt(out *outbound, err error) (ended bool) {
 	if out.halted {
@@ -187,20 +190,20 @@ func (s *sender) halt(out *outbound, err error) (ended bool) {
 		s.forget(out, err)
 		return true
 	}
-	out.halted, out.err, out.todo, out.stretches = true, err, nil, nil
-	if !fault.On("local-open-gate") {
-		s.t.gates.close(out.gate)
+	out.halted, out.err, out.todo, out.ranges = true, err, nil, nil
+	if !fault.On("local-page-left-valid") {
+		s.t.validity.invalidate(out.validity)
 	}
 	out.link.say(word(frameStop, out.grant))
 	out.wait = s.t.after(s.t.cfg.StopGrace, "local stop", func() { s.abandon(out, err) })
 	return false
 }
 
-// mostLate is how many stops of one link D may leave unanswered at a time. P keeps a gate for each.
+// mostLate is how many stops of one link D may leave unanswered at a time. P keeps a validity page for each.
 const mostLate = 64
 
-// abandon ends a write without D's word: D has not connected in time, or has not answered a stop. If D has not answered, the gate
-// is closed, and stays closed until D answers. If D has connected just when the wait for it ended, the write goes on.
+// abandon ends a write without D's word: D has not connected in time, or has not answered a stop. If D has not answered, the page
+// is invalid, and stays so until D answers. If D has connected just when the wait for it ended, the write goes on.
 func (s *sender) abandon(out *outbound, err error) {
 	var mute *outLink
 	s.mu.Lock()
@@ -208,10 +211,10 @@ func (s *sender) abandon(out *outbound, err error) {
 	if mine {
 		if ol := out.link; ol != nil {
 			if ol.late == nil {
-				ol.late = map[random]*gate{}
+				ol.late = map[random]*validityPage{}
 			}
-			ol.late[out.grant] = out.gate
-			out.gate = nil
+			ol.late[out.grant] = out.validity
+			out.validity = nil
 			if len(ol.late) > mostLate && !fault.On("local-patient") {
 				mute = ol
 			}
@@ -233,12 +236,12 @@ func (s *sender) forget(out *outbound, err error) {
 	delete(s.byID, out.id)
 	delete(out.taker.byGrant, out.grant)
 	out.wait.stop()
-	out.wait, out.todo, out.stretches, out.halted = nil, nil, nil, true
+	out.wait, out.todo, out.ranges, out.halted = nil, nil, nil, true
 	if out.err == nil {
 		out.err = err
 	}
-	s.t.gates.give(out.gate)
-	out.gate = nil
+	s.t.validity.give(out.validity)
+	out.validity = nil
 }
 
 // tell says how a forgotten transfer has ended.
@@ -271,7 +274,7 @@ func (s *sender) speak(ol *outLink, b []byte) []byte {
 		if out.halted || !out.due() && out.asked {
 			continue
 		}
-		f := spoken{total: out.total, gate: out.gate.address}
+		f := spoken{total: out.total, validity: out.validity.address}
 		if out.proved = ol.shared == nil; out.proved { // a device's copies prove nothing
 			f.proof = out.proof
 		}
@@ -293,10 +296,10 @@ func (s *sender) cut(ol *outLink, out *outbound, most int) (p piece) {
 		if s.pairs == nil {
 			s.pairs = make([]kv.Pair, 0, maxRuns)
 		}
-		w := &out.stretches[0]
+		w := &out.ranges[0]
 		out.todo = append(out.todo, w.cut(s.t.layout, most, s.pairs))
 		if w.position == w.end {
-			out.stretches = out.stretches[1:]
+			out.ranges = out.ranges[1:]
 		}
 	}
 	first := &out.todo[0]

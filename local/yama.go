@@ -1,3 +1,5 @@
+// If the kernel's Yama lets one process only read this one, P names D's.
+
 package local
 
 import (

@@ -1,3 +1,6 @@
+// A request goes out over a link, and its answer is awaited. In a cluster the word that nobody listens is believed only
+// late.
+
 package natsbus
 
 import (

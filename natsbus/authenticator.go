@@ -1,3 +1,5 @@
+// Who may use the embedded server, and which subjects: a client that has proved itself gets a user for one connection.
+
 package natsbus
 
 import (

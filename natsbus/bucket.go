@@ -1,3 +1,5 @@
+// The registry is a key-value bucket of JetStream: it is made, and refused if it does more than to keep the registry.
+
 package natsbus
 
 import (

@@ -13,8 +13,9 @@ import (
 // budget bounds what all connections together make this process hold. When they go over it, one connection is ended, whichever asked for
 // more: the largest of the account whose connections together hold the most. So many connections that hold little end none of an
 // account that holds less than they do. What a connection that is being ended still holds is on its way back, so it does not count for its account,
-// and nobody else is ended for it.
-// But all that is held, with it, is about twice the limit at most.
+// and no other connection is ended for it. But once all that is held, with it, is over twice the limit, an account of which connections are being
+// ended, or that holds the most with what they hold, gets no more: it loses the largest of its own. Nobody else does, so other accounts may together
+// hold as much as the limit then too.
 type budget struct {
 	limit int64
 
@@ -83,10 +84,17 @@ func (b *budget) add(s *share, n int64) (gives *share) {
 	if fault.On("bus-ending-counts") {
 		ending = 0
 	}
-	if n <= 0 || b.total-ending <= b.limit && b.total <= 2*b.limit {
+	ok := false
+	switch {
+	case n <= 0:
+		return nil
+	case b.total-ending > b.limit, b.total > 2*b.limit && fault.On("bus-ending-ends-others"):
+		gives, ok = b.shares.Gives(s.account, s, 0)
+	case b.total > 2*b.limit && b.caused(s.account) && !fault.On("bus-ending-unbounded"):
+		gives, ok = b.shares.GivesOwn(s.account, s, 0)
+	default:
 		return nil
 	}
-	gives, ok := b.shares.Gives(s.account, s, 0)
 	if !ok {
 		gives = s
 	}
@@ -94,6 +102,12 @@ func (b *budget) add(s *share, n int64) (gives *share) {
 	b.ending += gives.bytes
 	b.shares.End(gives.account, gives)
 	return gives
+}
+
+// caused says whether an account has its part in what is held by connections that are being ended, or holds the most of all; mu is held.
+func (b *budget) caused(account core.Account) bool {
+	_, ending := b.shares.Held(account)
+	return ending > 0 || b.shares.HoldsMost(account)
 }
 
 // release gives back all that a connection holds.

@@ -90,6 +90,55 @@ func TestEndedOnce(t *testing.T) {
 	}
 }
 
+// TestEndedForAnother: what connections of one account hold that are being ended costs no other account one, also if that account holds little
+// besides. Over twice the limit the account loses its own.
+func TestEndedForAnother(t *testing.T) {
+	const limit, large, little = 32 << 20, 8<<20 + perRequest, 2 * perRequest
+	b := newBudget(limit)
+	var ended []string
+	of := func(account core.Account, name string) *share {
+		return b.newShare(account, func() { ended = append(ended, name) })
+	}
+	gateway, honest := of("gateway", "gateway"), of("honest", "honest")
+	gateway.add(100 << 10)
+	honest.add(2 << 10)
+	of("a", "idle")
+	var shares []*share
+	ask := func(name string, n int64) {
+		s := of("a", name)
+		shares = append(shares, s)
+		s.add(n)
+	}
+	for i := range 8 {
+		ask(fmt.Sprint("large ", i), large)
+	}
+	for i := range 4 {
+		ask(fmt.Sprint("little ", i), little)
+	}
+	want := []string{"large 3", "large 4", "large 5", "large 6", "large 7", "large 2", "large 1", "large 0", "little 3"}
+	if !slices.Equal(ended, want) || b.total <= 2*limit {
+		t.Fatalf("of %d bytes %v are ended, want %v", b.total, ended, want)
+	}
+	honest.add(perRequest)
+	gateway.add(perRequest)
+	gateway.add(limit - (b.total - b.ending)) // up to the limit, beside those
+	if b.total-b.ending != limit || !slices.Equal(ended, want) {
+		t.Errorf("others ask for more, up to %d bytes: %v are ended", b.total-b.ending, ended)
+	}
+	honest.add(1)
+	if want = append(want, "gateway"); !slices.Equal(ended, want) {
+		t.Errorf("they hold more than the limit themselves: %v are ended", ended)
+	}
+	for _, s := range shares {
+		s.release()
+	}
+	gateway.release()
+	ask("again", large)
+	if !slices.Equal(ended, want) || b.ending != 0 {
+		t.Errorf("when all have left, %v are ended, and %d bytes are held by those", ended, b.ending)
+	}
+}
+
 // TestSmallHolders: an account counts with all that its connections hold. Very many that hold little each lose them, one after another, and
 // one that holds more than each of them, and less than all, goes on. Within one account the largest connection is ended.
 func TestSmallHolders(t *testing.T) {

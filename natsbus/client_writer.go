@@ -1,3 +1,5 @@
+// What the embedded server sends to a client is kept, within a bound, until the client has read it.
+
 package natsbus
 
 import (

@@ -1,3 +1,6 @@
+// Connections have places: those that have proved themselves, and those that have not. A connection of the address with
+// the most gives way.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// A client's commands are read one by one, and one that no agent sends ends the client.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// A link's connections are made by an upgrade at a bootstrap port, or to the servers of a cluster.
+
 package natsbus
 
 import (
@@ -92,14 +94,14 @@ func (d *dialer) failure() error {
 	return d.err
 }
 
-// abort ends a Dial that is under way and the last connection, without a farewell.
+// abort ends a Dial that is under way and the last connection, without a close_notify.
 func (d *dialer) abort() {
 	d.cancel()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.aborted = true
 	if d.last != nil {
-		_ = d.last.Close() // a second close, or an end without a farewell
+		_ = d.last.Close() // a second close, or an end without a close_notify
 	}
 }
 

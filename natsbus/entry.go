@@ -1,3 +1,5 @@
+// Who may write an entry of a cluster's registry, and which entries a reader believes.
+
 package natsbus
 
 import (

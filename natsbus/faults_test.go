@@ -73,6 +73,9 @@ var defects = []faulttest.Defect{
 	{"bus-bytes-by-connection", "TestSmallHolders"},
 	// Nobody is ended for bytes that are on their way back.
 	{"bus-ending-counts", "TestBudget"},
+	{"bus-ending-ends-others", "TestEndedForAnother"},
+	{"bus-ending-unbounded", "TestEndedForAnother"},
+	{"bus-ending-unbounded", "TestBudget"},
 	// The agents that one makes share what one gets.
 	{"bus-agents-are-accounts", "TestAccounts"},
 	// Long requests of one agent hold up no short ones of others.
@@ -90,6 +93,13 @@ var defects = []faulttest.Defect{
 	{"bus-keeps-store", "TestKilledLeavesNothing"},
 	{"bus-sweeps-once", "TestKilledLeavesNothing"},
 	{"bus-sweeps-other-hosts", "TestStoresOfKilledProcessesAreRemoved"},
+	{"bus-keeps-restarted", "TestStoresOfKilledProcessesAreRemoved"},
+	{"bus-sweeps-living", "TestStoresOfKilledProcessesAreRemoved"},
+	{"bus-believes-heirs", "TestKilledLeavesNothing"},
+	{"bus-zombies-live", "TestKilledLeavesNothing"},
+	{"bus-first-thread-alone", "TestOwnerWithoutFirstThread"},
+	{"bus-number-alone", "TestOwnerOfHeldLock"},
+	{"bus-owner-silent", "TestOwnerTouches"},
 }
 
 // TestDefects: each defect is found by its test, and the list has all places.

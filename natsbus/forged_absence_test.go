@@ -18,9 +18,9 @@ func TestForgedAbsence(t *testing.T) {
 	word := func(subj string) *nats.Msg {
 		return &nats.Msg{Subject: subj, Header: nats.Header{"Status": []string{"503"}}}
 	}
-	begin := func() (subj string, to mark, list *answersOf) {
+	begin := func() (subj string, to requestTag, list *answersOf) {
 		data := sealedRequest(asks, "put it there")
-		to = markOf(data)
+		to = requestTagOf(data)
 		a := newSeals(self).pending(answers.peer, to)
 		a.session = asks
 		list = &answersOf{answers: newAnswers(inboxOf("D")), ended: make(chan *nats.Msg, 1)}
@@ -95,7 +95,7 @@ func TestForgedAbsenceAndAShortTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, b := &link{seals: newSeals(NewIdentity())}, &Bus{}
 		_, a, _ := l.seals.requester.get("P", nil, time.Now()) // another request's attempt
-		one := l.seals.pending("P", mark{})
+		one := l.seals.pending("P", requestTag{})
 		one.attempt = a
 		for _, came := range []bool{false, true} {
 			if came {

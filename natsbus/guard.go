@@ -1,3 +1,5 @@
+// A client's request may have named the server of a link, so what that server sends is checked before nats.go sees it.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// A link's connection goes through the guard. While too much waits for this agent, it is not read.
+
 package natsbus
 
 import (

@@ -65,7 +65,7 @@ func NewKeyedIdentity(seed string) (*Identity, error) {
 	}
 	i := NewIdentity()
 	i.signer = ed25519.NewKeyFromSeed(raw)
-	i.id = core.AgentID(public+keyMark) + i.id[:maxAgentID-len(public)-len(keyMark)]
+	i.id = core.AgentID(public+keySeparator) + i.id[:maxAgentID-len(public)-len(keySeparator)]
 	return i, nil
 }
 
@@ -77,7 +77,7 @@ func (i *Identity) public() ed25519.PublicKey { return i.signer.Public().(ed2551
 
 // ownerOf is the key that an id is of; an id of no nkey is its own owner.
 func ownerOf(id core.AgentID) string {
-	key, _, _ := strings.Cut(string(id), keyMark)
+	key, _, _ := strings.Cut(string(id), keySeparator)
 	return key
 }
 
@@ -90,7 +90,7 @@ func (i *Identity) ownerIn(id core.AgentID) string {
 	return ownerOf(id)
 }
 
-const freeIDs = keyMark // the owner of all; no id is that
+const freeIDs = keySeparator // the owner of all; no id is that
 
 // nkey is the key with which an agent's id begins; "" if it begins with none.
 func (i *Identity) nkey() string {
@@ -100,11 +100,11 @@ func (i *Identity) nkey() string {
 	return ownerOf(i.id)
 }
 
-func isKeyed(id core.AgentID) bool { return strings.Contains(string(id), keyMark) }
+func isKeyed(id core.AgentID) bool { return strings.Contains(string(id), keySeparator) }
 
 // owns says whether an id is of that public key. Of an nkey's id the rest is the owner's to choose.
 func owns(public ed25519.PublicKey, id core.AgentID) bool {
-	if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
+	if key, _, keyed := strings.Cut(string(id), keySeparator); keyed {
 		text, err := nkeys.Encode(nkeys.PrefixByteUser, public)
 		return err == nil && string(text) == key
 	}

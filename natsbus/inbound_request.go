@@ -18,7 +18,7 @@ type inboundRequest struct {
 	came  time.Time
 	round int
 	again bool
-	// If it is sealed: its session (nil if this agent has none for it), and the mark that its answer is bound to.
-	session *responderSession
-	mark    mark
+	// If it is sealed: its session (nil if this agent has none for it), and the requestTag that its answer is bound to.
+	session    *responderSession
+	requestTag requestTag
 }

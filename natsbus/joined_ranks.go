@@ -1,3 +1,5 @@
+// This agent's server keeps the registrations of the ranks that have joined its port.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// If sessions are too many, the key that has the most sessions in use loses the one that was not used for longest.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// A link is a connection to one server or cluster that comes back by itself; this file keeps how it is.
+
 package natsbus
 
 import (
@@ -29,8 +31,8 @@ const (
 	// What waits of a prefill engine's host for a handler.
 	maxQueuedRequests     = 8192
 	maxQueuedRequestBytes = 16 << 20
-	// farewell is how long an open connection may take to send what it holds.
-	farewell = time.Second
+	// drainTimeout is how long an open connection may take to send what it holds.
+	drainTimeout = time.Second
 )
 
 // common is what a bus and its links share.
@@ -373,7 +375,7 @@ func (l *link) close() {
 		l.nc.Close()
 		<-l.gone
 	})
-	bound := time.NewTimer(farewell)
+	bound := time.NewTimer(drainTimeout)
 	defer bound.Stop()
 	select {
 	case <-done:

@@ -1,3 +1,5 @@
+// Which links a bus has: one to each address, made at the first look-up, dropped when it is unused or lost.
+
 package natsbus
 
 import (

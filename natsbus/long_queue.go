@@ -1,3 +1,5 @@
+// Long requests wait for each other, so that no short request waits for them.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// A prefill rank is looked up in the registry, and an entry is believed only of the rank that its key names.
+
 package natsbus
 
 import (

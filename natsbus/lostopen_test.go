@@ -76,7 +76,7 @@ func TestOpenOfAnothersKey(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, dh, _ := keysOf(mine.message)
-	theirs := append(append([]byte{sealMark, sealVersion, byte(sealOpen)}, e.public()...), dh...)
+	theirs := append(append([]byte{sealMagic, sealVersion, byte(sealOpen)}, e.public()...), dh...)
 	theirs = append(theirs, signOpen(e, p.ID(), dh)...)
 	served := newResponderSessions()
 	for _, open := range []struct {

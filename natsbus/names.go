@@ -1,3 +1,5 @@
+// The names in NATS: subjects that name who asks whom, keys of the registry, and what they are checked for.
+
 package natsbus
 
 import (
@@ -46,10 +48,10 @@ func subject(to, from core.AgentID) string {
 
 // tokens writes an id as it stands in a subject. If an agent has an nkey in a cluster, its id is two
 // tokens: the nkey, to which the cluster's permissions can restrict a user, and the agent.
-func tokens(id core.AgentID) string { return strings.Replace(string(id), keyMark, ".", 1) }
+func tokens(id core.AgentID) string { return strings.Replace(string(id), keySeparator, ".", 1) }
 
-// keyMark stands between the two.
-const keyMark = "-"
+// keySeparator stands between the two.
+const keySeparator = "-"
 
 const (
 	agentRoot = "kvconn.v1.agent."
@@ -63,9 +65,9 @@ func senderOf(subj string, to core.AgentID) (core.AgentID, error) {
 	if !joins {
 		from = after(subj, agentRoot, tokens(to), ".")
 	}
-	if key, instance, two := strings.Cut(from, "."); two && !strings.Contains(from, keyMark) {
-		from = key + keyMark + instance
-	} else if strings.Contains(from, keyMark) { // the permissions of no key hold it
+	if key, instance, two := strings.Cut(from, "."); two && !strings.Contains(from, keySeparator) {
+		from = key + keySeparator + instance
+	} else if strings.Contains(from, keySeparator) { // the permissions of no key hold it
 		return "", fmt.Errorf("subject %.200q names no sender", subj)
 	}
 	if !legalID(from) {

@@ -1,3 +1,5 @@
+// An nkey is checked, and signs what a NATS server asks of it, but no text that agents believe.
+
 package natsbus
 
 import (

@@ -19,14 +19,14 @@ const (
 
 // notice makes a notice. There is no key to seal it with, so it is signed: else whoever hears a
 // request could end it. It is bound to that request.
-func (i *Identity) notice(requester core.AgentID, to *mark, code noticeCode, reason string) []byte {
+func (i *Identity) notice(requester core.AgentID, to *requestTag, code noticeCode, reason string) []byte {
 	text := append([]byte{byte(code)}, reason...)
 	signature := ed25519.Sign(i.signer, signText("notice", requester, i.id, to[:], text))
-	return slices.Concat([]byte{sealMark, sealVersion, byte(sealNotice)}, i.public(), signature, text)
+	return slices.Concat([]byte{sealMagic, sealVersion, byte(sealNotice)}, i.public(), signature, text)
 }
 
 // readNotice reads a responder's notice of a request.
-func (i *Identity) readNotice(m []byte, from core.AgentID, request *mark) (code noticeCode, reason string, err error) {
+func (i *Identity) readNotice(m []byte, from core.AgentID, request *requestTag) (code noticeCode, reason string, err error) {
 	rest := m[sealStart:]
 	public, signature, text := rest[:ed25519.PublicKeySize], rest[ed25519.PublicKeySize:noticeBytes-1-sealStart], m[noticeBytes-1:]
 	if err := signed(public, from, signText("notice", i.id, from, request[:], text), signature); err != nil {

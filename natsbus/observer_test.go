@@ -69,14 +69,14 @@ func (o *eavesdropper) hear(nc *nats.Conn, m *nats.Msg) {
 	if m.Reply == "" || strings.HasPrefix(m.Reply, importedReply) { // there the first answer is the last one: who may say it can also drop the agent's
 		return
 	}
-	forged := [][]byte{{}, {sealMark}, m.Data}
+	forged := [][]byte{{}, {sealMagic}, m.Data}
 	if data, err := (&wire.Reply{Reason: "forged", Tickets: []wire.Ticket{{Transport: "tcp", Ticket: []byte("forged")}}}).MarshalMsg(nil); err == nil {
 		forged = append(forged, data)
 	}
 	if n := len(o.answers); n > 0 {
 		forged = append(forged, o.answers[n-1], o.answers[0])
 	}
-	to := markOf(m.Data)
+	to := requestTagOf(m.Data)
 	requester, responder := partiesOf(m.Subject)
 	attacker := &Identity{signer: o.attacker.signer, id: responder}
 	forged = append(forged, attacker.notice(requester, &to, noticeAgain, ""), attacker.notice(requester, &to, noticeRefused, "forged"))
@@ -96,7 +96,7 @@ func (o *eavesdropper) hear(nc *nats.Conn, m *nats.Msg) {
 func partiesOf(subj string) (requester, responder core.AgentID) {
 	words := strings.Split(strings.TrimPrefix(subj, agentRoot), ".")
 	half := len(words) / 2
-	return core.AgentID(strings.Join(words[half:], keyMark)), core.AgentID(strings.Join(words[:half], keyMark))
+	return core.AgentID(strings.Join(words[half:], keySeparator)), core.AgentID(strings.Join(words[:half], keySeparator))
 }
 
 // sealed are the requests and opens that it has heard.

@@ -1,3 +1,6 @@
+// A bus opens its home, if it has one: its own server, that of the joined port, or the cluster. When it closes, it
+// closes all links.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// How a bus is set up, and which values are refused.
+
 package natsbus
 
 import (

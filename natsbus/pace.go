@@ -1,3 +1,5 @@
+// One peer is read no faster than a pace, so that the processors are left to others.
+
 package natsbus
 
 import (

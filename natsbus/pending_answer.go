@@ -12,12 +12,12 @@ import (
 
 // pendingAnswer is what a requester waits for: the answer to a request of a session, or to an open.
 type pendingAnswer struct {
-	self    *Identity
-	invalid *atomic.Int64 // counts messages that are no answer
-	to      core.AgentID
-	mark    mark
-	session *sealSession
-	opening *opening
+	self       *Identity
+	invalid    *atomic.Int64 // counts messages that are no answer
+	to         core.AgentID
+	requestTag requestTag
+	session    *sealSession
+	opening    *opening
 
 	absent chan *nats.Msg // the word that nobody listens
 
@@ -52,7 +52,7 @@ func (a *pendingAnswer) right(m *nats.Msg) bool {
 	}
 	switch kind := kindOfSealed(m.Data); {
 	case kind == sealAnswer && a.session != nil:
-		if plain, err := a.session.openAnswer(m.Data, &a.mark); err == nil {
+		if plain, err := a.session.openAnswer(m.Data, &a.requestTag); err == nil {
 			m.Data = plain
 			return true
 		}
@@ -62,7 +62,7 @@ func (a *pendingAnswer) right(m *nats.Msg) bool {
 			return true
 		}
 	case kind == sealNotice:
-		code, reason, err := a.self.readNotice(m.Data, a.to, &a.mark)
+		code, reason, err := a.self.readNotice(m.Data, a.to, &a.requestTag)
 		if err != nil {
 			break
 		}

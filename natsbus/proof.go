@@ -1,3 +1,14 @@
+// After the TLS handshake each of two agents proves the secrets that it knows. The server proves
+// its own first, so that a client tells nothing to a server that does not know the client's
+// secret:
+//
+//	server: kvconn PROOF-OF-TOKEN PROOF-OF-JOIN-TOKEN
+//	client: RIGHT METHOD PUBLIC-KEY PROOF
+//	server: ok, or: no REASON
+//
+// A proof is bound to the connection by a value that TLS derives from its keys, and that
+// differs on every connection. So nobody can use a proof on another connection.
+
 package natsbus
 
 import (
@@ -13,17 +24,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// After the TLS handshake each of two agents proves the secrets that it knows. The server proves
-// its own first, so that a client tells nothing to a server that does not know the client's
-// secret:
-//
-//	server: kvconn PROOF-OF-TOKEN PROOF-OF-JOIN-TOKEN
-//	client: RIGHT METHOD PUBLIC-KEY PROOF
-//	server: ok, or: no REASON
-//
-// A proof is bound to the connection by a value that TLS derives from its keys, and that
-// differs on every connection. So nobody can use a proof on another connection.
 
 // right is what a client wants to do at a server.
 type right string

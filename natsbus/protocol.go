@@ -1,3 +1,5 @@
+// What both ends of an upgraded connection have in common: the route, the bounds, how the connection is closed.
+
 package natsbus
 
 import (
@@ -51,7 +53,7 @@ func (c *headConn) Read(b []byte) (int, error) {
 	return c.Conn.Read(b)
 }
 
-// hangUp closes a connection without TLS's farewell, which would wait for a
+// hangUp closes a connection without TLS's close_notify, which would wait for a
 // peer that does not read. NATS's messages tell where they end.
 func hangUp(c net.Conn) error {
 	for {

@@ -1,3 +1,6 @@
+// The registry may be that of a host which a client has named. So each answer is one message, and this agent
+// keeps no more of a list than it has asked for.
+
 package natsbus
 
 import (
@@ -14,9 +17,6 @@ import (
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// The registry may be that of a host which a client has named. So each answer is one message, and this agent
-// keeps no more of a list than it has asked for.
 
 // The status of a direct get that finds nothing.
 const (

@@ -1,3 +1,5 @@
+// An entry of the registry, as it is read and as this agent writes its own.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// This agent's entry is written, renewed and withdrawn. If the rank has an entry already, the newest agent wins.
+
 package natsbus
 
 import (

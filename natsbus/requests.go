@@ -1,3 +1,5 @@
+// Requests that come are answered in bounded numbers, and this agent's own are sent.
+
 package natsbus
 
 import (
@@ -226,7 +228,7 @@ func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {
 	case l.kind == homeLink:
 		return b.opt.Server.authenticator.accountOf(id)
 	case l.kind == clusterLink:
-		if key, _, keyed := strings.Cut(string(id), keyMark); keyed {
+		if key, _, keyed := strings.Cut(string(id), keySeparator); keyed {
 			return core.Account(key)
 		}
 	case l.kind == portLink:
@@ -262,10 +264,10 @@ func (b *Bus) answer(v *inboundRequest, r *wire.Reply) {
 	}
 	switch {
 	case v.session != nil:
-		data = v.session.sealAnswer(data, &v.mark)
+		data = v.session.sealAnswer(data, &v.requestTag)
 		buf.bytes = data
 	case l.seals != nil && kindOfSealed(v.m.Data) != 0: // it has no session here, so it is refused
-		data = l.seals.self.notice(v.from, &v.mark, noticeRefused, r.Reason)
+		data = l.seals.self.notice(v.from, &v.requestTag, noticeRefused, r.Reason)
 	}
 	b.respond(v, data)
 }

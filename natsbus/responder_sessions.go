@@ -1,3 +1,5 @@
+// The sessions that others have opened to ask this agent: which are known, and which request comes again.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// Agents of a cluster seal what they say: how two of them agree on a session's keys, and what a message looks like.
+
 package natsbus
 
 import (
@@ -25,8 +27,8 @@ import (
 // The requester opens a session with the agent that is to answer, by a Diffie-Hellman exchange of
 // keys that both make for this session and sign:
 //
-//	open:   mark version 1 | requester's ed25519 key, X25519 key, signature of both ids and these
-//	opened: mark version 2 | responder's ed25519 key, X25519 key, session, signature of both ids, of open and of these
+//	open:   magic version 1 | requester's ed25519 key, X25519 key, signature of both ids and these
+//	opened: magic version 2 | responder's ed25519 key, X25519 key, session, signature of both ids, of open and of these
 //
 // An agent's id comes from the ed25519 key that signs (it is the key's digest, or an nkey): no authority,
 // registry or secret is needed to know whom a session is with. This is the exchange SIG-DH of Canetti and
@@ -35,9 +37,9 @@ import (
 // make it. The keys of a session die with it: whoever gets an agent's keys later reads nothing of the
 // messages before. Each of the two directions has a key of its own:
 //
-//	request: mark version 3 | session | number | AES-128-GCM
-//	answer:  mark version 4 | session | number | AES-128-GCM, with the request's header and tag as associated data
-//	notice:  mark version 5 | responder's ed25519 key, signature, code and reason: the request is not answered
+//	request: magic version 3 | session | number | AES-128-GCM
+//	answer:  magic version 4 | session | number | AES-128-GCM, with the request's header and tag as associated data
+//	notice:  magic version 5 | responder's ed25519 key, signature, code and reason: the request is not answered
 //
 // The number is the nonce, as in RFC 8446 section 5.3, and no number is used twice: for each key an
 // agent counts the messages that it seals. The responder accepts each number of a request once
@@ -45,7 +47,7 @@ import (
 // answer it, so the requester goes on waiting for the right answer. If the responder has forgotten the
 // session, it answers with a notice, which it signs.
 const (
-	sealMark    = 0xc1 // no MessagePack has this byte, so no plain message begins with it
+	sealMagic   = 0xc1 // no MessagePack has this byte, so no plain message begins with it
 	sealVersion = 1
 )
 
@@ -62,7 +64,7 @@ const (
 
 // Lengths of messages and their parts, in bytes.
 const (
-	sealStart    = 3 // mark, version, kind
+	sealStart    = 3 // magic, version, kind
 	sealHeader   = sealStart + 8 + 8
 	sealTag      = 16
 	sealOverhead = sealHeader + sealTag
@@ -82,7 +84,7 @@ const (
 
 // kindOfSealed is nothing for what is no message of this version.
 func kindOfSealed(m []byte) sealKind {
-	if len(m) < sealStart || m[0] != sealMark || m[1] != sealVersion {
+	if len(m) < sealStart || m[0] != sealMagic || m[1] != sealVersion {
 		return 0
 	}
 	kind := sealKind(m[2])
@@ -97,7 +99,7 @@ func kindOfSealed(m []byte) sealKind {
 
 // otherVersion is the version of a sealed message of another release.
 func otherVersion(m []byte) (version byte, other bool) {
-	if len(m) < 2 || m[0] != sealMark || m[1] == sealVersion {
+	if len(m) < 2 || m[0] != sealMagic || m[1] == sealVersion {
 		return 0, false
 	}
 	return m[1], true
@@ -191,7 +193,7 @@ func (i *Identity) open(to core.AgentID) (*opening, error) {
 	}
 	said := slices.Concat(i.public(), key.PublicKey().Bytes())
 	signature := ed25519.Sign(i.signer, signText("open", i.id, to, said))
-	return &opening{i, to, key, slices.Concat([]byte{sealMark, sealVersion, byte(sealOpen)}, said, signature)}, nil
+	return &opening{i, to, key, slices.Concat([]byte{sealMagic, sealVersion, byte(sealOpen)}, said, signature)}, nil
 }
 
 // keysOf takes an open or opened apart.
@@ -220,7 +222,7 @@ func (i *Identity) accept(from core.AgentID, open []byte, number uint64) (*sealS
 	}
 	said := binary.BigEndian.AppendUint64(slices.Concat(i.public(), key.PublicKey().Bytes()), number)
 	mine := ed25519.Sign(i.signer, signText("opened", from, i.id, open, said))
-	opened := slices.Concat([]byte{sealMark, sealVersion, byte(sealOpened)}, said, mine)
+	opened := slices.Concat([]byte{sealMagic, sealVersion, byte(sealOpened)}, said, mine)
 	s, err := newSealSession(secret, open, opened, from, i.id)
 	if err != nil {
 		return nil, nil, err
@@ -269,11 +271,11 @@ func (s *sealSession) needsRekey(now time.Time) bool {
 // sealHeadroom begins a message: what is appended to it is sealed.
 func sealHeadroom(b []byte) []byte { return append(b, make([]byte, sealHeader)...) }
 
-// mark is what an answer is bound to: the header and tag of its request. Nobody knows the tag
+// requestTag is what an answer is bound to: the header and tag of its request. Nobody knows the tag
 // before the request is sent, so that no answer can be had beforehand.
-type mark [sealOverhead]byte
+type requestTag [sealOverhead]byte
 
-func markOf(request []byte) (m mark) {
+func requestTagOf(request []byte) (m requestTag) {
 	copy(m[:], request[:sealHeader])
 	copy(m[sealHeader:], request[len(request)-sealTag:])
 	return m
@@ -290,7 +292,7 @@ func associated(m, bound []byte) []byte {
 // seal seals what follows the headroom in a message.
 func (d *direction) seal(kind sealKind, session uint64, m []byte, bound []byte) []byte {
 	number := d.next.Add(1) - 1
-	m[0], m[1], m[2] = sealMark, sealVersion, byte(kind)
+	m[0], m[1], m[2] = sealMagic, sealVersion, byte(kind)
 	binary.BigEndian.PutUint64(m[sealStart:], session)
 	binary.BigEndian.PutUint64(m[sealStart+8:], number)
 	nonce := d.nonce(number)
@@ -299,11 +301,11 @@ func (d *direction) seal(kind sealKind, session uint64, m []byte, bound []byte) 
 
 func (s *sealSession) sealRequest(m []byte) []byte { return s.requests.seal(sealRequest, s.id, m, nil) }
 
-func (s *sealSession) sealAnswer(m []byte, to *mark) []byte {
+func (s *sealSession) sealAnswer(m []byte, to *requestTag) []byte {
 	return s.answers.seal(sealAnswer, s.id, m, boundTo(to))
 }
 
-func boundTo(request *mark) []byte {
+func boundTo(request *requestTag) []byte {
 	if fault.On("seal-answer-free") {
 		return nil
 	}
@@ -327,7 +329,7 @@ func sessionOf(m []byte) uint64 { return binary.BigEndian.Uint64(m[sealStart:]) 
 func numberOf(m []byte) uint64  { return binary.BigEndian.Uint64(m[sealStart+8:]) }
 
 // openAnswer opens the answer to a request.
-func (s *sealSession) openAnswer(m []byte, request *mark) ([]byte, error) {
+func (s *sealSession) openAnswer(m []byte, request *requestTag) ([]byte, error) {
 	if sessionOf(m) != s.id {
 		return nil, errSeal
 	}

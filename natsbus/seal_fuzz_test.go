@@ -11,7 +11,7 @@ func FuzzSealed(f *testing.F) {
 	d, p, e := NewIdentity(), NewIdentity(), NewIdentity()
 	asks, answers := established(f, d, p)
 	request := sealedRequest(asks, "put it there")
-	to := markOf(request)
+	to := requestTagOf(request)
 	o, err := d.open(p.id)
 	if err != nil {
 		f.Fatal(err)
@@ -55,7 +55,7 @@ func FuzzSealed(f *testing.F) {
 		if n := len(seals.responder.by); n != 1 {
 			t.Errorf("there are %d sessions", n)
 		}
-		for _, a := range []*pendingAnswer{{self: d, invalid: &seals.invalid, to: p.id, mark: to, session: asks}, {self: d, invalid: &seals.invalid, to: p.id, mark: markOf(o.message), opening: o}} {
+		for _, a := range []*pendingAnswer{{self: d, invalid: &seals.invalid, to: p.id, requestTag: to, session: asks}, {self: d, invalid: &seals.invalid, to: p.id, requestTag: requestTagOf(o.message), opening: o}} {
 			if a.right(unboundMessage(slices.Clone(m))) || a.opened != nil || a.forgotten {
 				t.Errorf("it is an answer: %x", m)
 			}

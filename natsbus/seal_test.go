@@ -47,7 +47,7 @@ func sealedRequest(s *sealSession, text string) []byte {
 	return s.sealRequest(append(sealHeadroom(nil), text...))
 }
 
-func sealedAnswer(s *sealSession, text string, to *mark) []byte {
+func sealedAnswer(s *sealSession, text string, to *requestTag) []byte {
 	return s.sealAnswer(append(sealHeadroom(nil), text...), to)
 }
 
@@ -63,7 +63,7 @@ func TestSeal(t *testing.T) {
 			t.Fatalf("%s: %v and %v", what, asks, answers)
 		}
 		request := sealedRequest(asks, "put it there")
-		to := markOf(request)
+		to := requestTagOf(request)
 		if len(request) != sealOverhead+len("put it there") || kindOfSealed(request) != sealRequest {
 			t.Errorf("%s: a request of %d bytes", what, len(request))
 		}
@@ -92,7 +92,7 @@ func TestSeal(t *testing.T) {
 		if bytes.Equal(again[sealHeader:], request[sealHeader:]) {
 			t.Errorf("%s: two requests look alike", what)
 		}
-		next := markOf(again)
+		next := requestTagOf(again)
 		if _, err := asks.openAnswer(slices.Clone(answer), &next); err == nil {
 			t.Errorf("%s: the answer to one request is taken for another's", what)
 		}
@@ -183,7 +183,7 @@ func TestForgedOpen(t *testing.T) {
 			}
 		}
 		// Notices.
-		to := markOf(honest.message)
+		to := requestTagOf(honest.message)
 		n := p.notice(d.id, &to, noticeRefused, "no place")
 		if code, reason, err := d.readNotice(n, p.id, &to); err != nil || code != noticeRefused || reason != "no place" || kindOfSealed(n) != sealNotice {
 			t.Errorf("%s: %v %q %v", what, code, reason, err)
@@ -195,7 +195,7 @@ func TestForgedOpen(t *testing.T) {
 				t.Errorf("%s: byte %d of a notice does not matter", what, i)
 			}
 		}
-		other := markOf(opens(d, p.id).message)
+		other := requestTagOf(opens(d, p.id).message)
 		for how, read := range map[string]func() error{
 			"another's":       func() error { _, _, err := d.readNotice(e.notice(d.id, &to, noticeAgain, ""), p.id, &to); return err },
 			"to another":      func() error { _, _, err := e.readNotice(n, p.id, &to); return err },
@@ -226,7 +226,7 @@ func TestNumbersOfASession(t *testing.T) {
 		wg.Go(func() {
 			for range each {
 				request := sealedRequest(asks, "x")
-				to := markOf(request)
+				to := requestTagOf(request)
 				sealed <- request
 				sealed <- sealedAnswer(answers.sealSession, "y", &to)
 			}

@@ -1,3 +1,5 @@
+// A bus of a cluster opens what comes sealed, refuses what does not, and opens sessions for what it asks itself.
+
 package natsbus
 
 import (
@@ -28,7 +30,7 @@ func (b *Bus) admit(v *inboundRequest) bool {
 			return drop(&seals.repeated, "its session is open already")
 		}
 	case sealRequest:
-		v.mark = markOf(m.Data)
+		v.requestTag = requestTagOf(m.Data)
 		s, number := seals.responder.find(sessionOf(m.Data), numberOf(m.Data), time.Now())
 		switch {
 		case s != nil && s.peer != v.from && !fault.On("seal-ids-free"):
@@ -41,7 +43,7 @@ func (b *Bus) admit(v *inboundRequest) bool {
 			v.session = s
 		}
 	default:
-		if len(m.Data) > 0 && m.Data[0] == sealMark {
+		if len(m.Data) > 0 && m.Data[0] == sealMagic {
 			if version, other := otherVersion(m.Data); other {
 				b.warnVersion(v, version)
 				return drop(&seals.version, "it is sealed by another version")
@@ -89,7 +91,7 @@ func (b *Bus) unseal(v *inboundRequest) bool {
 		return true
 	case v.session == nil:
 		seals.unknown.Add(1)
-		b.respond(v, seals.self.notice(v.from, &v.mark, noticeAgain, ""))
+		b.respond(v, seals.self.notice(v.from, &v.requestTag, noticeAgain, ""))
 		return false
 	}
 	number := numberOf(m.Data)
@@ -261,7 +263,7 @@ func (b *Bus) openOnce(ctx, connected context.Context, l *link, to core.AgentID,
 	if err != nil {
 		return nil, err
 	}
-	a := l.seals.pending(to, markOf(o.message))
+	a := l.seals.pending(to, requestTagOf(o.message))
 	a.opening, a.attempt = o, of
 	m, err := l.ask(ctx, connected, subject(to, l.id), o.message, a)
 	switch {
@@ -319,7 +321,7 @@ func (b *Bus) askSealed(ctx, connected context.Context, l *link, to core.AgentID
 		}
 		data = s.sealRequest(data)
 		buf.bytes = data
-		a := l.seals.pending(to, markOf(data))
+		a := l.seals.pending(to, requestTagOf(data))
 		a.session = s
 		m, err := l.ask(ctx, connected, subject(to, l.id), data, a)
 		if err != nil {

@@ -49,7 +49,7 @@ func BenchmarkSeal(b *testing.B) {
 			m := make([]byte, sealOverhead+size)
 			for b.Loop() {
 				request := asks.sealRequest(m[:sealHeader+size])
-				to := markOf(request)
+				to := requestTagOf(request)
 				if _, err := answers.requests.unseal(request, nil); err != nil {
 					b.Fatal(err)
 				}
@@ -92,7 +92,7 @@ func BenchmarkUnknownSenders(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	to := markOf(o.message)
+	to := requestTagOf(o.message)
 	for name, do := range map[string]func(){
 		"open":        func() { _, _, _ = p.accept(d.id, o.message, 1) },
 		"forged-open": func() { _, _, _ = p.accept(d.id, forged.message, 1) },

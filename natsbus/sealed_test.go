@@ -172,7 +172,7 @@ func TestPlainInACluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	taken := func() bool { return len(done) > 0 }
-	for i, m := range [][]byte{forged, nil, {sealMark}, {sealMark, sealVersion + 1, byte(sealAnswer)}, last.Data, slices.Concat(last.Data, last.Data)} {
+	for i, m := range [][]byte{forged, nil, {sealMagic}, {sealMagic, sealVersion + 1, byte(sealAnswer)}, last.Data, slices.Concat(last.Data, last.Data)} {
 		if err := s.nc.Publish(last.Reply, m); err != nil {
 			t.Fatal(err)
 		}
@@ -200,7 +200,7 @@ func TestAnotherKey(t *testing.T) {
 	if _, err := s.nc.Subscribe(subject(absent, s.d), func(m *nats.Msg) {
 		if kindOfSealed(m.Data) == sealOpen {
 			_, opened, _ := asAbsent.accept(s.d, m.Data, 1)
-			to := markOf(m.Data)
+			to := requestTagOf(m.Data)
 			_ = m.Respond(asAbsent.notice(s.d, &to, noticeRefused, "forged"))
 			_ = m.Respond(opened)
 		}

@@ -29,8 +29,8 @@ func newSeals(self *Identity) *seals {
 }
 
 // pending makes what waits for the answer of an agent.
-func (s *seals) pending(to core.AgentID, of mark) *pendingAnswer {
-	return &pendingAnswer{self: s.self, invalid: &s.invalid, to: to, mark: of, absent: make(chan *nats.Msg, 1)}
+func (s *seals) pending(to core.AgentID, of requestTag) *pendingAnswer {
+	return &pendingAnswer{self: s.self, invalid: &s.invalid, to: to, requestTag: of, absent: make(chan *nats.Msg, 1)}
 }
 
 const sweepEvery = time.Minute // how much longer than requesterIdle and responderIdle a session's keys may lie in memory

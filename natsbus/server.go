@@ -1,3 +1,5 @@
+// A NATS server runs inside this process, and has no port of its own.
+
 package natsbus
 
 import (
@@ -162,6 +164,9 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	}
 	return s, nil
 }
+
+// ProvesRanks says whether all ranks that join this server have proved a secret.
+func (s *Server) ProvesRanks() bool { return s.authenticator.provesRanks() }
 
 // Close ends every connection and the server, and waits until they have ended,
 // at most ten seconds.

@@ -1,3 +1,5 @@
+// Messages that have no session are answered apart, so that they take nothing from the sessions.
+
 package natsbus
 
 import (
@@ -51,7 +53,7 @@ func (s *sessionless) put(v *inboundRequest) (unanswered *inboundRequest) {
 	}
 	// The queue has a copy of the data only: NATS keeps a message's headers and its data in one piece of memory.
 	m := &nats.Msg{Subject: v.m.Subject, Reply: v.m.Reply, Sub: v.m.Sub, Data: slices.Clone(v.m.Data[:min(len(v.m.Data), openBytes)])}
-	unanswered, _ = s.waits.Add(owner, &inboundRequest{link: v.link, from: v.from, m: m, mark: v.mark}, maxSessionless)
+	unanswered, _ = s.waits.Add(owner, &inboundRequest{link: v.link, from: v.from, m: m, requestTag: v.requestTag}, maxSessionless)
 	return unanswered
 }
 

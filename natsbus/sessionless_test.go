@@ -18,8 +18,8 @@ func (s *sealedPair) flood(t *testing.T, n int, kind sealKind, from core.AgentID
 	for i := range n {
 		m := make([]byte, bytes)
 		_, _ = rand.Read(m)
-		m[0], m[1], m[2] = sealMark, sealVersion, byte(kind)
-		name := from + core.AgentID(fmt.Sprint(keyMark, i))
+		m[0], m[1], m[2] = sealMagic, sealVersion, byte(kind)
+		name := from + core.AgentID(fmt.Sprint(keySeparator, i))
 		if from == "" {
 			name = core.AgentID(fmt.Sprint("unknown", i/maxSessionlessOf))
 		}
@@ -106,7 +106,7 @@ func TestFloodOfOneSender(t *testing.T) {
 func TestFloodOfManyKeys(t *testing.T) {
 	waits := newSessionless(ownerOf)
 	message := func(key string, i int) *inboundRequest {
-		return &inboundRequest{from: core.AgentID(fmt.Sprint(key, keyMark, i)), m: &nats.Msg{}}
+		return &inboundRequest{from: core.AgentID(fmt.Sprint(key, keySeparator, i)), m: &nats.Msg{}}
 	}
 	for key := range maxSessionless / maxSessionlessOf {
 		for i := range maxSessionlessOf {
@@ -129,7 +129,7 @@ func TestFloodOfManyKeys(t *testing.T) {
 		t.Errorf("%d of another key's messages wait, %d in all", n, waits.len())
 	}
 	for i := 0; waits.len() > 0; i++ {
-		if v := waits.take(); i == maxSessionless-1 && v.from != core.AgentID(fmt.Sprint("greedy0", keyMark, 99)) {
+		if v := waits.take(); i == maxSessionless-1 && v.from != core.AgentID(fmt.Sprint("greedy0", keySeparator, 99)) {
 			t.Errorf("the last is %s", v.from)
 		}
 	}

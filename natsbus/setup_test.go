@@ -182,7 +182,7 @@ func natsClient(t testing.TB, p *port, i *Identity, k secrets, r right) *nats.Co
 }
 
 func agent(id, engine string) *wire.Agent {
-	if len(id) != len(NewIdentity().ID()) && !strings.Contains(id, keyMark) { // a test's name
+	if len(id) != len(NewIdentity().ID()) && !strings.Contains(id, keySeparator) { // a test's name
 		id = string(named(id).ID())
 	}
 	return &wire.Agent{Version: wire.Version, ID: id, EngineID: engine, Model: "m", DType: "bf16", BlockTokens: 16,

@@ -74,7 +74,7 @@ func (h *hostileOperator) listen() {
 				h.send(m.reply, "", opened)
 			}
 		case kind == sealRequest && h.posed[sessionOf(m.data)] != nil:
-			s, to := h.posed[sessionOf(m.data)], markOf(m.data)
+			s, to := h.posed[sessionOf(m.data)], requestTagOf(m.data)
 			h.send(m.reply, "", s.sealAnswer(append(sealHeadroom(nil), h.reply()...), &to))
 		case kind == sealRequest && chance.IntN(3) == 0:
 			h.answer(m, chance)
@@ -142,7 +142,7 @@ func (h *hostileOperator) answer(m *simMessage, rnd *mathrand.Rand) {
 			}
 		}
 	case 3:
-		to := markOf(m.data)
+		to := requestTagOf(m.data)
 		h.send(m.reply, "", h.key.notice(m.from.id, &to, noticeAgain, ""))
 	default:
 		h.w.net.inject(&simMessage{subj: m.reply, absent: true})
@@ -217,8 +217,8 @@ func (h *hostileOperator) fill() {
 	for i := range maxSessionlessOf + 40 {
 		m := make([]byte, openBytes)
 		_, _ = rand.Read(m)
-		m[0], m[1], m[2] = sealMark, sealVersion, byte(sealOpen)
-		name := core.AgentID(fmt.Sprint(ownerOf(h.key.id), keyMark, i))
+		m[0], m[1], m[2] = sealMagic, sealVersion, byte(sealOpen)
+		name := core.AgentID(fmt.Sprint(ownerOf(h.key.id), keySeparator, i))
 		h.send(subject(h.busy.id, name), inboxOf(name)+".x", m)
 	}
 }

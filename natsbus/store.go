@@ -1,6 +1,9 @@
+// The embedded server's folder is locked by its process, and has the secret by which ranks of this host join.
+
 package natsbus
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -28,7 +31,7 @@ const (
 // store is the folder that the embedded server must have, though it keeps all in memory, and that has the secret of local ranks.
 type store struct {
 	dir  string
-	lock *os.File // locked for as long as the process lives; nil: the folder is removed
+	lock *os.File // locked for as long as the process lives, or a child that it has forked; nil: the folder is removed
 }
 
 // newStore makes a folder for the server of an agent. It has its name when it is locked: else another process might take it for a
@@ -41,7 +44,7 @@ func newStore(owner core.AgentID) (*store, error) {
 	}
 	lock, err := lockStore(unnamed, os.O_CREATE)
 	if err == nil {
-		if _, err = lock.WriteString(thisHost()); err == nil {
+		if err = json.NewEncoder(lock).Encode(thisOwner()); err == nil {
 			err = os.Rename(unnamed, dir)
 		}
 		if err == nil {
@@ -62,6 +65,17 @@ func (s *store) secret() (string, error) {
 	return secret, nil
 }
 
+// touch says that the owner lives, by the times of the folder and its files. So a process of another host knows it, and what removes old
+// files from temporary folders leaves these.
+func (s *store) touch() {
+	if !isOurs(s.dir) || fault.On("bus-owner-silent") {
+		return // it is removed, and anybody may have put something in its place
+	}
+	for _, path := range []string{s.dir, filepath.Join(s.dir, storeLock), filepath.Join(s.dir, storeJoin)} {
+		_ = unix.UtimesNanoAt(unix.AT_FDCWD, path, nil, unix.AT_SYMLINK_NOFOLLOW) // Close may remove it meanwhile
+	}
+}
+
 // remove removes the folder. It may be called again.
 func (s *store) remove() error {
 	lock := s.lock
@@ -72,9 +86,9 @@ func (s *store) remove() error {
 	return removeStore(s.dir, lock)
 }
 
-// removeStore removes a folder whose lock this process has, and gives the lock up. A folder that is gone already is no error. removeStore
-// first renames the folder: so it does not touch what somebody else puts in its place, and if this process is killed meanwhile, any agent
-// removes the rest. It closes the lock before it removes the lock's file, since some file systems, such as NFS, keep a file in the folder
+// removeStore removes a folder whose lock this process has, or whose owner has ended, and gives the lock up. A folder that is gone already
+// is no error. removeStore first renames the folder: so it does not touch what somebody else puts in its place, and if this process is
+// killed meanwhile, any agent removes the rest. It closes the lock before it removes the lock's file, since some file systems, such as NFS, keep a file in the folder
 // as long as it is open.
 func removeStore(dir string, lock *os.File) error {
 	gone := dir + storeGone
@@ -90,20 +104,6 @@ func removeStore(dir string, lock *os.File) error {
 		return err
 	}
 	return os.RemoveAll(gone)
-}
-
-// thisHost is the text in a lock's file that names the host on which the lock was taken. If hosts, or sandboxes, do not share locks, a
-// lock may be free here although a process of another host holds it.
-func thisHost() string {
-	boot, _ := hostenv.BootID()
-	return boot
-}
-
-// ofThisHost says whether a lock was taken on this host since the host was started.
-func ofThisHost(lock *os.File) bool {
-	host := make([]byte, 256)
-	n, err := lock.ReadAt(host, 0) // it does not wait, whatever kind of file lies there
-	return err == io.EOF && string(host[:n]) == thisHost() || fault.On("bus-sweeps-other-hosts")
 }
 
 func lockStore(dir string, flag int) (*os.File, error) {

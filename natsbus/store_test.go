@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -45,23 +46,44 @@ func TestStoresOfKilledProcessesAreRemoved(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(removing, "of", "the", "server's"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	other, err := newStore("ELSEWHERE")
-	if err != nil {
-		t.Fatal(err)
+	// As it looks to this host where locks are not shared.
+	of := map[string]string{"ELSEWHERE": "another's", "NOWHERE": "", "SILENT": "another's", "SILENT-HELD": "another's", "STRANGE": ""}
+	others := map[string]string{}
+	for name, boot := range of {
+		other, err := newStore(core.AgentID(name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		others[name] = other.dir
+		lock := filepath.Join(other.dir, storeLock)
+		o := thisOwner()
+		o.Boot = boot
+		writeOwner(t, lock, o)
+		if name == "STRANGE" { // of no version that is known
+			err = os.WriteFile(lock, []byte("what is not known"), 0o600)
+		}
+		if strings.HasPrefix(name, "S") {
+			past := time.Now().Add(-silentFor - time.Hour)
+			err = errors.Join(err, os.Chtimes(lock, past, past))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if name != "SILENT-HELD" {
+			other.lock.Close()
+		} else {
+			defer other.lock.Close()
+		}
 	}
-	other.lock.Close() // as it looks to this host where locks are not shared
-	if err := os.WriteFile(filepath.Join(other.dir, storeLock), []byte("another host's boot id"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if n := sweepStores(t.Context(), tmp); n != 3 {
-		t.Errorf("%d folders are removed, want 3", n)
+	if n := sweepStores(t.Context(), tmp); n != 4 {
+		t.Errorf("%d folders are removed, want 4", n)
 	}
 	next, err := newStore("NEXT")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for dir, want := range map[string]bool{living.dir: true, killed.dir: false, unlocked: true, making: true, begun: false, removing: false,
-		other.dir: true, next.dir: true} {
+		others["ELSEWHERE"]: true, others["NOWHERE"]: true, others["SILENT"]: false, others["SILENT-HELD"]: true, others["STRANGE"]: true, next.dir: true} {
 		if _, err := os.Stat(dir); (err == nil) != want {
 			t.Errorf("%s: there %v, want %v", dir, err == nil, want)
 		}

@@ -1,3 +1,5 @@
+// The folders of killed agents are found and removed.
+
 package natsbus
 
 import (
@@ -8,6 +10,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
@@ -18,14 +21,17 @@ const newFor = time.Hour
 // A process that is killed cannot remove its server's folder. So each agent of the same user looks for such folders, at once and then
 // at growing intervals.
 const (
-	sweepAtMost = time.Hour
-	sweepNames  = 256 // names that are read at a time; Close ends a round between two reads
-	sweepStored = 64  // folders of killed agents after which a round ends
+	sweepAtMost = time.Hour // much less than silentFor
+	sweepNames  = 256       // names that are read at a time; Close ends a round between two reads
+	sweepStored = 64        // folders of killed agents after which a round ends
 )
 
 // sweep runs until Close.
 func (b *Bus) sweep() {
 	for wait := b.opt.sweep; ; wait = min(2*wait, sweepAtMost) {
+		if b.opt.Server != nil {
+			b.opt.Server.store.touch()
+		}
 		if n := sweepStores(b.ctx, b.temp); n > 0 {
 			b.log.Info("folders of killed agents are removed", zap.Int("folders", n), zap.String("from", b.temp))
 		}
@@ -35,7 +41,7 @@ func (b *Bus) sweep() {
 	}
 }
 
-// sweepStores removes the folders whose lock no process holds, and returns how many it has removed. A folder
+// sweepStores removes the folders of processes that have ended, and returns how many it has removed. A folder
 // without a lock file stays, since kvconn has not made it.
 func sweepStores(ctx context.Context, tmp string) (removed int) {
 	folder, err := os.Open(tmp)
@@ -59,7 +65,7 @@ func sweepStores(ctx context.Context, tmp string) (removed int) {
 	return removed
 }
 
-// sweepStore removes a folder if it is this user's and no process uses it, and says whether it has removed it.
+// sweepStore removes a folder if it is this user's and its owner has ended, and says whether it has removed it.
 func sweepStore(dir string) bool {
 	if !isOurs(dir) {
 		return false
@@ -71,13 +77,12 @@ func sweepStore(dir string) bool {
 	case storeGone:
 		return os.RemoveAll(dir) == nil
 	}
-	lock, err := lockStore(dir, 0)
+	lock, err := openPlain(filepath.Join(dir, storeLock), os.O_RDWR)
 	if err != nil {
 		return false
 	}
-	if !ofThisHost(lock) {
-		lock.Close()
-		return false
-	}
-	return removeStore(dir, lock) == nil
+	defer lock.Close()
+	held := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil
+	owner, err := readOwner(lock)
+	return err == nil && owner.ended(lock, held) && removeStore(dir, lock) == nil
 }

@@ -33,7 +33,7 @@ func TestForgedTempFolder(t *testing.T) {
 	folder := func(path string) string {
 		t.Helper()
 		must(os.Mkdir(path, 0o700))
-		must(os.WriteFile(filepath.Join(path, storeLock), []byte(thisHost()), 0o600))
+		writeOwner(t, filepath.Join(path, storeLock), thisOwner())
 		put(filepath.Join(path, storeJoin))
 		return path
 	}

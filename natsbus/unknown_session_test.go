@@ -16,7 +16,7 @@ func (s *sealedPair) forgetsSessions(t *testing.T) (id core.AgentID, opens, requ
 	p := NewIdentity()
 	opens, requests = new(atomic.Int32), new(atomic.Int32)
 	if _, err := s.nc.Subscribe(subject(p.id, s.d), func(m *nats.Msg) {
-		to := markOf(m.Data)
+		to := requestTagOf(m.Data)
 		switch kindOfSealed(m.Data) {
 		case sealOpen:
 			_, opened, _ := p.accept(s.d, m.Data, uint64(opens.Add(1)))

@@ -1,3 +1,5 @@
+// GET /nats turns an HTTP connection into a NATS connection of a client that has proved what it is.
+
 package natsbus
 
 import (

@@ -1,3 +1,5 @@
+// An agent's parts are made here, and get each other: some when it opens, the rest with the engine's memory.
+
 package node
 
 import (

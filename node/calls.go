@@ -1,3 +1,5 @@
+// The calls of an engine.
+
 package node
 
 import (
@@ -9,8 +11,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/devices"
 )
-
-// The calls of an engine.
 
 // ErrStillRead is wrapped by Withdraw's error when it has waited in vain.
 var ErrStillRead = errors.New("blocks are still read")

@@ -1,3 +1,5 @@
+// A configuration is read and refused before anything is opened.
+
 package node
 
 import (

@@ -1,3 +1,5 @@
+// Close ends transfers first, then transports, then the control plane, and each of these has a bound.
+
 package node
 
 import (

@@ -1,3 +1,5 @@
+// What a configuration can say, and what the agent's parts read from it.
+
 package node
 
 import (

@@ -1,3 +1,5 @@
+// Two agents that have met connect by every transport that both have.
+
 package node
 
 import (

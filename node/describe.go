@@ -1,3 +1,5 @@
+// An agent describes itself to its peers, and judges by their descriptions whether the two can exchange blocks.
+
 package node
 
 import (

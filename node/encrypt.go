@@ -1,3 +1,6 @@
+// Whether a pair's bytes are encrypted follows from both configurations. What cannot be encrypted is refused where it
+// must be.
+
 package node
 
 import (

@@ -23,17 +23,17 @@ import (
 // spy is a fake Signaller that counts and replaces calls.
 type spy struct {
 	*coretest.Signaller
-	waits    atomic.Int32 // calls of Usable that might have waited
-	signals  atomic.Int32
-	answerer atomic.Pointer[func(from core.AgentID, msg []byte) ([]byte, error)]
-	signal   core.Signal
-	names    *fakeNames
-	sink     core.Sink
-	refuse   atomic.Pointer[func(peer core.AgentID) error] // of each write, by the peer's own id
-	far      error                                         // of each Connect
-	holds    atomic.Pointer[chan struct{}]                 // Revoke and Close wait until it is closed
-	fails    atomic.Bool                                   // then both say that bytes may land
-	closing  atomic.Bool                                   // Close has begun
+	waits      atomic.Int32 // calls of Usable that might have waited
+	signals    atomic.Int32
+	answerer   atomic.Pointer[func(from core.AgentID, msg []byte) ([]byte, error)]
+	signal     core.Signal
+	names      *fakeNames
+	sink       core.Sink
+	refuse     atomic.Pointer[func(peer core.AgentID) error] // of each write, by the peer's own id
+	connectErr error                                         // of each Connect
+	holds      atomic.Pointer[chan struct{}]                 // Revoke and Close wait until it is closed
+	fails      atomic.Bool                                   // then both say that bytes may land
+	closing    atomic.Bool                                   // Close has begun
 }
 
 // fakeNames are the ids by which an agent knows its peers, and the peers' own ids, by which
@@ -84,8 +84,8 @@ type renaming struct {
 func (r renaming) PeerDown(peer core.AgentID, err error) { r.Sink.PeerDown(r.names.here(peer), err) }
 
 func (s *spy) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
-	if s.far != nil {
-		return s.far
+	if s.connectErr != nil {
+		return s.connectErr
 	}
 	return s.Signaller.Connect(peer, endpoint, ticket)
 }

@@ -19,6 +19,7 @@ var defects = []faulttest.Defect{
 	{"node-works-uncounted", "TestHellosEndNoWork"},
 	{"node-joined-first-come", "TestJoinedRanksOfAnother"},
 	{"node-joined-unbounded", "TestJoinedRanksLeaveRoom"},
+	{"node-joins-unproved", "TestRanksThatProveASecret"},
 	{"node-answers-of-others", "TestSeedsOfFuzzAnswers"},
 	{"node-no-ticket", "TestSeedsOfFuzzAnswers"},
 	{"node-writes-apart", "TestWritesThatWait"},

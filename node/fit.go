@@ -1,3 +1,6 @@
+// How a peer's caches fit this agent's is worked out once. While one peer with many regions is looked at, another such
+// peer is to ask again.
+
 package node
 
 import (

@@ -8,11 +8,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/nats-io/nkeys"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/rig/leaktest"
 	"github.com/kvconn/kvconn/wire"
 )
 
@@ -180,7 +182,7 @@ func TestJoinsIntoAFullTable(t *testing.T) {
 		_, err := table.Join(bootstrap.Registration{EngineID: "other", DPRank: 1, PPRank: pp, Addr: "a"}, account, nil)
 		return err == nil
 	}
-	for ; listed < bootstrap.MaxEntries-1; listed++ {
+	for ; listed < bootstrap.MaxEntries-2; listed++ { // one more is kept for this agent's own
 		if !fill(fmt.Sprint("other ", listed%8), listed) {
 			t.Fatal("the table is full too early")
 		}
@@ -211,13 +213,45 @@ func TestTableOfJoinedRanks(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for i := range bootstrap.MaxEntries - (ranks - 2) {
+	for i := range bootstrap.MaxEntries - 1 - (ranks - 2) { // one is kept for this agent's own
 		if _, err := table.Join(bootstrap.Registration{EngineID: "other", DPRank: 1, PPRank: i, Addr: "a"}, fmt.Sprint("other ", i%8), nil); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if err := joinAs(t, g, "newcomer", ranks, ranks-1, 0); err != nil || len(host.unhosted) != 1 || host.unhosted[0] != fmt.Sprint("r", ranks-2) || g.ranks[rankPlace{0, ranks - 2, 0}] != nil || g.shares.Holders() != ranks-2 {
 		t.Errorf("another account's: %v, %v are out of the registry, %d of %d ranks count", err, host.unhosted, g.shares.Holders(), len(g.ranks))
+	}
+}
+
+// TestRanksThatProveASecret: the table is told whether ranks that join have proved a secret.
+func TestRanksThatProveASecret(t *testing.T) {
+	leaktest.Check(t)
+	key, err := nkeys.CreateUser()
+	if err != nil {
+		t.Fatal(err)
+	}
+	public, _ := key.PublicKey()
+	for name, x := range map[string]struct {
+		change func(c *Config)
+		proved bool
+	}{
+		"all may join": {func(*Config) {}, false},
+		"a token":      {func(c *Config) { c.NATSToken = theToken }, true},
+		"keys":         {func(c *Config) { c.NATSNKeys = []string{public} }, true},
+		"join token":   {func(c *Config) { c.JoinToken = theToken }, true},
+	} {
+		cfg := hostConfig(0)
+		x.change(&cfg)
+		h, err := Open(cfg, Options{})
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		if got := h.plane.listing.table.JoinsProved; got != x.proved {
+			t.Errorf("%s: ranks that join have proved a secret: %v", name, got)
+		}
+		if err := h.Close(); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }
 

@@ -83,7 +83,7 @@ func TestElsewhere(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()
 	p, d := openFakeAgent(t, n, testConfig(RolePrefill), nil), openFakeAgent(t, n, testConfig(RoleDecode), nil)
-	d.fake.far = fmt.Errorf("boot ids differ: %w", core.ErrElsewhere)
+	d.fake.connectErr = fmt.Errorf("boot ids differ: %w", core.ErrElsewhere)
 	goesBy(t, p, d, "t", viaTCP)
 	if s := d.Stats(); len(s.Pairs) != 1 || len(s.Pairs[0].Fallbacks) != 0 || s.Pairs[0].Reason != "" || len(s.Transports[viaRDMA].Fallbacks) != 0 {
 		t.Errorf("decode counts %+v", s)
@@ -92,7 +92,7 @@ func TestElsewhere(t *testing.T) {
 		t.Errorf("decode said %v", d.logs.All())
 	}
 	e := openFakeAgent(t, n, forced(RoleDecode, viaRDMA), nil)
-	e.fake.far = d.fake.far
+	e.fake.connectErr = d.fake.connectErr
 	p.offer("u", 1)
 	e.load("u", p.BootstrapAddress(), 1)
 	e.want("u", core.Unreachable, "boot ids differ")

@@ -1,3 +1,6 @@
+// The machine and its lock: each event goes in here; reports go to the engine at once, other actions to the goroutines
+// of run.go.
+
 package node
 
 import (

@@ -1,3 +1,5 @@
+// How an agent's caches fit is kept once for all peers that have the same caches, within a bound.
+
 package node
 
 import (

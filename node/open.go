@@ -1,3 +1,6 @@
+// The transports that the configuration names are opened. If one cannot be and another may take its place, the reason
+// is kept.
+
 package node
 
 import (

@@ -1,3 +1,5 @@
+// What the machine says to peers waits in queues, in which no peer waits for another.
+
 package node
 
 import (

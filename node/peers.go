@@ -1,3 +1,5 @@
+// Which peers this agent has met, which of them do not answer, and which one is forgotten to make room.
+
 package node
 
 import (

@@ -1,3 +1,5 @@
+// A transport gets a plan as a list of pieces or, if these are many, as what it cuts itself.
+
 package node
 
 import (

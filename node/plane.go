@@ -12,6 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/bootstrap"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/httpserve"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/natsbus"
@@ -49,7 +50,8 @@ func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log 
 		extra["/nats"] = p.nats.Handler()
 	}
 	if c.servesPort() {
-		p.listing = &rankListing{&bootstrap.Table{}, p.address}
+		proved := p.nats != nil && p.nats.ProvesRanks() && !fault.On("node-joins-unproved")
+		p.listing = &rankListing{&bootstrap.Table{JoinsProved: proved}, p.address}
 		extra["/metrics"] = metrics.handler()
 		access := &bootstrap.Access{Token: p.sec.token, Closed: len(c.NATSNKeys) > 0, Logger: log.Named("bootstrap")}
 		p.http = bootstrap.NewServer(bootstrap.NewHandler(p.listing.table, access, extra), p.sec.server, log.Named("bootstrap"))

@@ -1,3 +1,5 @@
+// If an engine has slept, other memory lies at its addresses: the old memory's transfers end before new ones begin.
+
 package node
 
 import (
@@ -44,10 +46,10 @@ func (t *transports) renew(m *lockedMachine) error {
 	if !isChange(changed) {
 		return nil
 	}
-	if err := t.endGiven(m, epoch, changed); err != nil {
+	if err := t.endInUse(m, epoch, changed); err != nil {
 		return err
 	}
-	renewal, err := t.devices.Look()
+	remapping, err := t.devices.Look()
 	if err != nil {
 		t.logLimit.Do(func(note string) { t.log.Warn("the KV caches' memory is not there"+note, zap.Error(err)) })
 	}
@@ -58,7 +60,7 @@ func (t *transports) renew(m *lockedMachine) error {
 		if err := inUse(m.inner, changed); err != nil {
 			return err
 		}
-		if err != nil || !renewal.Take() {
+		if err != nil || !remapping.Take() {
 			return nil
 		}
 		t.changed.Store(false)
@@ -70,28 +72,28 @@ func (t *transports) renew(m *lockedMachine) error {
 
 // inUse refuses a call while a transfer in the old memory is left.
 func inUse(m *machine.Machine, changed error) error {
-	given := unique(m.Given())
-	if len(given) == 0 || fault.On("renewed-in-use") {
+	left := unique(m.InUse())
+	if len(left) == 0 || fault.On("renewed-in-use") {
 		return nil
 	}
-	return fmt.Errorf("%w: %d transfers of before have not ended yet: call again in a moment", changed, len(given))
+	return fmt.Errorf("%w: %d transfers of before have not ended yet: call again in a moment", changed, len(left))
 }
 
-// endGiven ends the transfers that were begun in the old memory.
-func (t *transports) endGiven(m *lockedMachine, epoch uint64, changed error) error {
-	var given []core.TransferID
+// endInUse ends the transfers that were begun in the old memory.
+func (t *transports) endInUse(m *lockedMachine, epoch uint64, changed error) error {
+	var left []core.TransferID
 	err := m.call(func(time.Time) error {
 		if t.devices.Epoch() == epoch {
-			given = m.inner.Given()
+			left = m.inner.InUse()
 		}
 		return nil
 	})
-	if given = unique(given); len(given) > 0 {
+	if left = unique(left); len(left) > 0 {
 		t.logLimit.Do(func(note string) {
-			t.log.Warn("transfers end, since the engine has mapped memory anew under its KV caches"+note, zap.Int("transfers", len(given)), zap.Error(changed))
+			t.log.Warn("transfers end, since the engine has mapped memory anew under its KV caches"+note, zap.Int("transfers", len(left)), zap.Error(changed))
 		})
 	}
-	for some := range slices.Chunk(given, endedAtOnce) {
+	for some := range slices.Chunk(left, endedAtOnce) {
 		if err != nil {
 			return err
 		}
@@ -101,7 +103,7 @@ func (t *transports) endGiven(m *lockedMachine, epoch uint64, changed error) err
 					m.step(now, core.Remapped{ID: id, Reason: changed.Error()})
 				}
 			}
-			if some[len(some)-1] == given[len(given)-1] && t.devices.Epoch() == epoch {
+			if some[len(some)-1] == left[len(left)-1] && t.devices.Epoch() == epoch {
 				return inUse(m.inner, changed)
 			}
 			return nil

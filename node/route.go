@@ -1,3 +1,6 @@
+// This agent's port answers SGLang's GET /route from the ranks that are registered
+// there: with their sizes, and with their route_info.
+
 package node
 
 import (
@@ -10,9 +13,6 @@ import (
 	"github.com/kvconn/kvconn/bootstrap"
 	"github.com/kvconn/kvconn/wire"
 )
-
-// This agent's port answers SGLang's GET /route from the ranks that are registered
-// there: with their sizes, and with their route_info.
 
 // sizeKeys are not allowed in a rank's route_info.
 var sizeKeys = []string{"attn_tp_size", "attn_cp_size", "dp_size", "pp_size"}

@@ -1,3 +1,6 @@
+// Two goroutines perform the machine's actions: one begins and stops the use of blocks by a transport, one does the
+// rest.
+
 package node
 
 import (
@@ -164,14 +167,14 @@ func (p *performer) write(v core.Write, l *memoryCheck) {
 	op := core.WriteOp{ID: v.ID, Peer: v.Peer, Grant: v.Grant}
 	err := p.transports.plan(&op, &v)
 	if v.End != nil && err == nil {
-		p.partial(op.Given())
+		p.partial(op.Payload())
 	}
 	switch {
 	case err != nil:
 		fail(err)
 	case !v.Extends:
 		p.transports.Write(op, l)
-	case op.Given() > 0:
+	case op.Payload() > 0:
 		p.transports.Extend(op, l)
 	}
 }

@@ -1,3 +1,5 @@
+// Two engines exchange caches only if they have the same model, weights and facts.
+
 package node
 
 import (

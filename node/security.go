@@ -1,3 +1,5 @@
+// Secrets and lists are read from a configuration's keys and files: who gets in, and whom this agent trusts.
+
 package node
 
 import (

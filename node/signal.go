@@ -1,3 +1,5 @@
+// A transport's own messages go over the control plane to the peer's transport of the same name.
+
 package node
 
 import (

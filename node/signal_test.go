@@ -37,11 +37,11 @@ func TestSignals(t *testing.T) {
 		}
 		return rep
 	}
-	if rep := raw(unknownPeer, viaRDMA, []byte("greet")); rep.Again != wire.AgainAfterHello {
+	if rep := raw(unknownPeer, viaRDMA, []byte("hello")); rep.Again != wire.AgainAfterHello {
 		t.Errorf("an unknown peer's signal is answered with %+v", rep)
 	}
 	for _, name := range []string{viaTCP, "shm", ""} {
-		if rep := raw(d, name, []byte("greet")); core.Code(rep.Code) != core.Refused || !strings.Contains(rep.Reason, `"rdma", "tcp"`) {
+		if rep := raw(d, name, []byte("hello")); core.Code(rep.Code) != core.Refused || !strings.Contains(rep.Reason, `"rdma", "tcp"`) {
 			t.Errorf("a signal for %q is answered with %+v", name, rep)
 		}
 	}

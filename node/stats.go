@@ -1,3 +1,5 @@
+// What an agent counts, in the form in which programs and pages read it.
+
 package node
 
 import (

@@ -1,3 +1,5 @@
+// While a step of the engine runs, the agent asks which regions it has written, and offers them.
+
 package node
 
 import (

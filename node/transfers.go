@@ -1,3 +1,5 @@
+// D chooses one transport for each transfer. The grant names it, so that P writes by the same one.
+
 package node
 
 import (
@@ -12,7 +14,7 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// errShut ends what would begin after Close.
+// errClosing ends what would begin after Close.
 var errClosing = fmt.Errorf("agent: %w", core.ErrTransportClosed)
 
 // Expect arms the first transport that is usable with the peer now.

@@ -1,3 +1,5 @@
+// All transports close at once. If one does not end, Close gives it up and says that bytes may still land.
+
 package node
 
 import (

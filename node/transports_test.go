@@ -144,7 +144,7 @@ func fallbackAndReturn(t *testing.T, better string) {
 	goesBy(t, p, d, "first", better)
 	why := errors.New("both paths are down")
 	var once sync.Once
-	n.Gate(func(id core.TransferID, _ int) {
+	n.OnChunk(func(id core.TransferID, _ int) {
 		if id == "under way" {
 			once.Do(func() { n.Cut(p.ID(), d.ID(), why) })
 		}

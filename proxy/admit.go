@@ -1,3 +1,5 @@
+// A request takes memory beside its body: its header does, and that it is under way. Both count like a body.
+
 package proxy
 
 import (

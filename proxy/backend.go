@@ -1,3 +1,5 @@
+// One server as the router knows it: whether it is up, in which role, with which ranks and how much work.
+
 package proxy
 
 import (

@@ -1,3 +1,6 @@
+// Bodies that arrive, and answers that are held whole, share a bound of memory. A body that is slow or takes too much
+// gives way.
+
 package proxy
 
 import (

@@ -1,3 +1,5 @@
+// A request's JSON object is changed by members. What the router does not set stays the client's own bytes.
+
 package proxy
 
 import (

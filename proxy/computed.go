@@ -1,3 +1,6 @@
+// If a decode server computes a prompt that a prefill server was to compute, that is counted and logged, with the
+// reason.
+
 package proxy
 
 import (

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net/http"
 	"os"
@@ -192,13 +193,16 @@ func TestComputedAfterPrefillsAnswer(t *testing.T) {
 	counted(t, r, `prompts_total{reason="fallback",tokens="known"} 1`, `tokens_total{reason="fallback"} 5`)
 }
 
-// The first line comes at once, the next ones have the sums of half a minute each, also if no further prompt comes then.
+// The first line comes at once, the next ones have the sums of half a minute each, also if no further prompt comes then. The rest comes at the end,
+// also if a request goes on then.
 func TestUnsaid(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		core, logged := observer.New(zap.WarnLevel)
 		p := &Proxy{log: zap.New(core), client: newClient(nil), bootstraps: newClient(nil), unsaid: unsaid{waits: make(chan struct{}, 1)}}
 		p.ctx, p.cancel = context.WithCancel(t.Context())
 		p.wg.Go(p.sayComputed)
+		last := make(chan struct{})
+		p.wg.Go(func() { <-last })
 		began := time.Now()
 		for _, step := range []struct {
 			at     time.Duration
@@ -229,11 +233,21 @@ func TestUnsaid(t *testing.T) {
 				t.Errorf("after %v: wrote %q, want %q", step.at, got, step.want)
 			}
 		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := p.Close(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("a request goes on, and Close returns %v", err)
+		}
+		if lines := logged.TakeAll(); len(lines) != 1 || !strings.HasSuffix(lines[0].Message, "no prefill server could serve them (2 prompts, 11 tokens)") {
+			t.Errorf("Close wrote %+v", lines)
+		}
+		p.writeComputed(p.unsaid.add(time.Now(), fellBack, 8)) // the one that goes on
+		close(last)
 		if err := p.Close(t.Context()); err != nil {
 			t.Error(err)
 		}
-		if lines := logged.All(); len(lines) != 1 || !strings.HasSuffix(lines[0].Message, "no prefill server could serve them (2 prompts, 11 tokens)") {
-			t.Errorf("Close wrote %+v", lines)
+		if lines := logged.All(); len(lines) != 1 || !strings.HasSuffix(lines[0].Message, "no prefill server could serve them (1 prompt, 8 tokens)") {
+			t.Errorf("the second Close wrote %+v", lines)
 		}
 	})
 }

@@ -1,3 +1,5 @@
+// Which servers the router has and within which bounds it works: the defaults, and what is refused.
+
 package proxy
 
 import (

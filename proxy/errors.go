@@ -1,3 +1,5 @@
+// If no engine has served a request, the client is told why; and some failures are worth another attempt.
+
 package proxy
 
 import (

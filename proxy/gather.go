@@ -1,3 +1,5 @@
+// A text that arrives is kept in chunks, so that it takes memory only for what has come.
+
 package proxy
 
 import (

@@ -1,3 +1,5 @@
+// The router as its clients see it: completions are read and routed, health and metrics answered, all else passed on.
+
 package proxy
 
 import (

@@ -1,3 +1,6 @@
+// SGLang's /generate with return_logprob: only P has the logprobs of the prompt's
+// tokens. They go before D's, as SGLang's own routers have it.
+
 package proxy
 
 import (
@@ -11,9 +14,6 @@ import (
 	"net/http"
 	"strconv"
 )
-
-// SGLang's /generate with return_logprob: only P has the logprobs of the prompt's
-// tokens. They go before D's, as SGLang's own routers have it.
 
 // maxLogprobs bounds P's answer, and D's or an event of it, where they are merged.
 const maxLogprobs = 64 << 20

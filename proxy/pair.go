@@ -1,3 +1,5 @@
+// One attempt: P and D get the request at once or in turn, as the contract has it, and the client gets D's answer.
+
 package proxy
 
 import (

@@ -153,9 +153,9 @@ func (p *Proxy) Close(ctx context.Context) error {
 	}()
 	defer p.client.CloseIdleConnections()
 	defer p.bootstraps.CloseIdleConnections()
+	defer func() { p.writeComputed(p.unsaid.rest()) }()
 	select {
 	case <-done:
-		p.writeComputed(p.unsaid.rest())
 		return nil
 	case <-ctx.Done():
 		return errors.Join(fmt.Errorf("proxy: %d requests still run after Close", len(p.places)), ctx.Err())

@@ -1,3 +1,5 @@
+// A request is tried at pairs of servers, until one has begun to answer or the retries are spent.
+
 package proxy
 
 import (

@@ -1,3 +1,5 @@
+// The router as a process: its port, the bounds of its connections and of its memory, and its end.
+
 package proxy
 
 import (

@@ -1,3 +1,5 @@
+// What is SGLang's own: how a server is asked, how a dp rank is told, and the room where P and D meet.
+
 package proxy
 
 import (

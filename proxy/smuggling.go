@@ -1,3 +1,7 @@
+// Which text an engine takes for JSON depends on its parser, and on its FastAPI: some releases
+// go by the Content-Type, some do not. Python's parser reads UTF-16 and UTF-32, and NaN.
+// scripts/referee holds this file against real releases.
+
 package proxy
 
 import (
@@ -12,10 +16,6 @@ import (
 
 	"github.com/kvconn/kvconn/internal/httpserve"
 )
-
-// Which text an engine takes for JSON depends on its parser, and on its FastAPI: some releases
-// go by the Content-Type, some do not. Python's parser reads UTF-16 and UTF-32, and NaN.
-// scripts/referee holds this file against real releases.
 
 // errReserved is a request that would choose the address that D connects to.
 var errReserved = errors.New("must not be in this request: only the router sets it, and only in completion requests")

@@ -1,3 +1,5 @@
+// D's answer on its way to the client. Its first bytes are read before the client gets any.
+
 package proxy
 
 import (

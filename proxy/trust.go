@@ -1,3 +1,5 @@
+// By which authority the router checks the bootstrap ports that it asks by https.
+
 package proxy
 
 import (

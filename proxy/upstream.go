@@ -1,3 +1,5 @@
+// What the router sends to P and to D, and what their answers mean.
+
 package proxy
 
 import (

@@ -1,3 +1,5 @@
+// The number of a prompt's tokens is read out of an answer while the answer passes.
+
 package proxy
 
 import "bytes"

@@ -1,3 +1,5 @@
+// Each server is asked again and again whether it is up, in which role, and with which engine id.
+
 package proxy
 
 import (

@@ -1,3 +1,5 @@
+// D makes its ends of the lanes that P offers, and tells P when a port of D's goes down or comes back.
+
 package rdma
 
 import (

@@ -1,3 +1,5 @@
+// How D answers P's signals.
+
 package rdma
 
 import (
@@ -12,8 +14,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	defect "github.com/kvconn/kvconn/internal/fault"
 )
-
-// How D answers P's signals.
 
 func (r *receiver) signalled(from core.AgentID, s *signal) (*reply, error) {
 	src := r.source(from)

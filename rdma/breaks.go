@@ -1,3 +1,6 @@
+// When a lane of P breaks, P waits until the lane reads nothing any more, D says which
+// stripes have arrived, and other lanes write the rest. This file also keeps which grants are dead.
+
 package rdma
 
 import (
@@ -9,9 +12,6 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 )
-
-// When a lane of P breaks, P waits until the lane reads nothing any more, D says which
-// stripes have arrived, and other lanes write the rest. This file also keeps which grants are dead.
 
 // stallLooks is how many looks in a row end a lane that has requests under way and
 // completes none. Looks are counted because this process may have been stopped for a

@@ -1,3 +1,5 @@
+// How P makes lanes.
+
 package rdma
 
 import (
@@ -10,8 +12,6 @@ import (
 	defect "github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
-
-// How P makes lanes.
 
 var errNoPath = errors.New("no port here reaches a port there")
 

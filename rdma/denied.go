@@ -1,3 +1,6 @@
+// If a device may not read or write a transfer's memory, one of the transfer's requests fails
+// with that error, and the transfer ends. P makes the lane anew for other transfers.
+
 package rdma
 
 import (
@@ -8,9 +11,6 @@ import (
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
-
-// If a device may not read or write a transfer's memory, one of the transfer's requests fails
-// with that error, and the transfer ends. P makes the lane anew for other transfers.
 
 // maxDenied is how often in a row a peer's device may refuse a stripe. The first time, the peer
 // may have registered its memory anew since P got the key; the next lane has the

@@ -113,7 +113,7 @@ func TestPretouchNamesTheRegion(t *testing.T) {
 	}
 	touch := func(says string) {
 		t.Helper()
-		var r registry
+		var r agentMemory
 		if err := r.init(layout, nil); err != nil {
 			t.Fatal(err)
 		}

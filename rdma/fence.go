@@ -1,3 +1,5 @@
+// D fences a transfer: P says that no byte of it is on its way, or D cuts the lanes by which P could write.
+
 package rdma
 
 import (

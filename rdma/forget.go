@@ -1,3 +1,6 @@
+// When the GPUs' memory changes, devices, connections and sources forget the old memory and take the new one: see
+// renew.go.
+
 package rdma
 
 import (
@@ -11,8 +14,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	defect "github.com/kvconn/kvconn/internal/fault"
 )
-
-// This file has what a device, a connection and a source do when the GPUs' memory changes: see renew.go.
 
 // forget deregisters the GPUs' memory.
 func (d *device) forget(log *zap.Logger) {
@@ -48,7 +49,7 @@ func (m *memory) without() *memory {
 }
 
 // renew registers the GPUs' memory that is there now. If renew fails, the device has none of the GPUs' memory.
-func (d *device) renew(r *registry, exports []*export) error {
+func (d *device) renew(r *agentMemory, exports []*export) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	m := d.memory.Load()

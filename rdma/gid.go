@@ -1,3 +1,5 @@
+// How two ports address each other: by which of each side's GIDs, or by LID.
+
 package rdma
 
 import (

@@ -1,3 +1,5 @@
+// Regions on GPUs are registered with cards, and what a card has written there is flushed before it counts.
+
 package rdma
 
 import (
@@ -92,7 +94,7 @@ type export struct {
 
 // exports makes those of all ranges. The caller closes them: cards that have registered them do
 // not need the files.
-func (r *registry) exports() []*export {
+func (r *agentMemory) exports() []*export {
 	list := make([]*export, len(r.gpu))
 	for i, g := range r.gpu {
 		x := &export{gpuRange: g}

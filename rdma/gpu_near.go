@@ -1,3 +1,7 @@
+// A GPU's blocks go by the cards that are nearest to it. Cards that are far from a GPU reach it by way
+// of the processor, at a fraction of their speed. So a transfer of a GPU's memory never takes near cards
+// and far ones together.
+
 package rdma
 
 import (
@@ -8,10 +12,6 @@ import (
 
 	"github.com/kvconn/kvconn/kv"
 )
-
-// A GPU's blocks go by the cards that are nearest to it. Cards that are far from a GPU reach it by way
-// of the processor, at a fraction of their speed. So a transfer of a GPU's memory never takes near cards
-// and far ones together.
 
 // gpuPlace returns where a GPU is, and its number among the host's GPUs. The ranks of one host have a GPU
 // each, and do not know each other. If several cards are equally near, the number keeps the ranks from all

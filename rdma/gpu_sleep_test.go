@@ -32,8 +32,8 @@ func newSleeper(t *testing.T, e *engine.Engine, b *signalBus, id core.AgentID, b
 // renew takes the new memory, when nothing of before is left.
 func (s *sleeper) renew() {
 	s.t.Helper()
-	renewal, err := s.devices.Look()
-	if err != nil || !renewal.Take() {
+	remapping, err := s.devices.Look()
+	if err != nil || !remapping.Take() {
 		s.t.Fatal(err)
 	}
 	s.tr.Renew()

@@ -32,7 +32,7 @@ func TestGPURanges(t *testing.T) {
 	if got := gpuRanges(l); !reflect.DeepEqual(got, want) {
 		t.Errorf("%v, want %v", got, want)
 	}
-	var r registry
+	var r agentMemory
 	if err := r.init(l, nil); err == nil || !strings.Contains(err.Error(), `"other" lies in device memory`) {
 		t.Error(err)
 	}
@@ -90,7 +90,7 @@ func TestTurn(t *testing.T) {
 // TestRemoteCards: a transfer of a GPU's memory takes no card that is far from it, however large it is.
 func TestRemoteCards(t *testing.T) {
 	near, remote := &localPort{nearGPU: []distance{sameSwitch}, near: otherNode}, &localPort{nearGPU: []distance{otherNode}, near: sameNode}
-	cn := &conn{t: &Transport{memory: registry{number: []int{0}}}}
+	cn := &conn{t: &Transport{memory: agentMemory{number: []int{0}}}}
 	lanes := []*lane{
 		{port: near, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
 		{port: remote, path: newPath(1000), queue: newSendQueue[*job](4, maxFlight, signalEvery)},
@@ -112,7 +112,7 @@ func TestExamine(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer a.close()
-	tr := &Transport{memory: registry{areas: []*area{a}}}
+	tr := &Transport{memory: agentMemory{areas: []*area{a}}}
 	l := &lane{id: 9, port: &localPort{name: "mlx5_0:1"}}
 	bytes := stream(7)
 	want := bytes[streamAt(l.id):][:trialBytes]

@@ -1,3 +1,5 @@
+// Where a region's bytes lie, and under which key a card reaches them, here and at the peer.
+
 package rdma
 
 import (

@@ -1,3 +1,5 @@
+// Registering memory locks it, and this process may lock only so much.
+
 package rdma
 
 import (

@@ -29,15 +29,15 @@ type memory struct {
 	scratch *verbs.MR
 	gpu     []*verbs.MR // of mrs, those in memory of GPUs
 	by      string      // how the last of them was registered
-	areas   []*verbs.MR // for trials, as the registry has them
+	areas   []*verbs.MR // for trials, as the agent's memory has them
 }
 
 // scratchBytes is the size of the memory that probes read and write on either side: one
 // packet of the largest MTU, or several of a smaller one. No region holds it.
 const scratchBytes = 4096
 
-// registry is the agent's memory, whichever device registers it.
-type registry struct {
+// agentMemory is the agent's memory, whichever device registers it.
+type agentMemory struct {
 	regions []memRange
 	host    []memRange // those in the host's memory
 	whole   []memRange // the same, merged
@@ -53,7 +53,7 @@ type registry struct {
 	places areaSlots
 }
 
-func (r *registry) init(l *kv.Layout, gpus GPUs) (err error) {
+func (r *agentMemory) init(l *kv.Layout, gpus GPUs) (err error) {
 	r.regions = regionRanges(l)
 	for i, at := range r.regions {
 		if l.Regions[i].Memory == kv.HostMemory {
@@ -85,8 +85,8 @@ func (r *registry) init(l *kv.Layout, gpus GPUs) (err error) {
 	return err
 }
 
-// close gives back what is the registry's own, once no card has it registered.
-func (r *registry) close() error {
+// close gives back what is its own, once no card has it registered.
+func (r *agentMemory) close() error {
 	var errs []error
 	if r.scratch != nil {
 		errs = append(errs, unix.Munmap(r.scratch))
@@ -99,7 +99,7 @@ func (r *registry) close() error {
 }
 
 // check says whether so many more devices may lock the memory.
-func (r *registry) check(devices int) error {
+func (r *agentMemory) check(devices int) error {
 	lock, err := readMemlock()
 	if err != nil {
 		return nil // registering will show it
@@ -173,9 +173,9 @@ func (t *Transport) registerLate(d *device) error {
 	if d.memory.Load() != nil {
 		return nil
 	}
-	t.renewal.turn.Lock()
-	defer t.renewal.turn.Unlock()
-	if d.memory.Load() != nil { // a renewal has registered it meanwhile
+	t.remapping.turn.Lock()
+	defer t.remapping.turn.Unlock()
+	if d.memory.Load() != nil { // a remapping has registered it meanwhile
 		return nil
 	}
 	err := t.memory.check(1)
@@ -246,7 +246,7 @@ func (t *Transport) place(d *device) {
 }
 
 // register registers all ranges. With an error it also returns what it has registered.
-func (d *device) register(ctx context.Context, r *registry, exports []*export, order string) (*memory, error) {
+func (d *device) register(ctx context.Context, r *agentMemory, exports []*export, order string) (*memory, error) {
 	m := &memory{}
 	access := verbs.LocalWrite | verbs.RemoteWrite
 	switch {
@@ -292,7 +292,7 @@ func (d *device) register(ctx context.Context, r *registry, exports []*export, o
 }
 
 // registerExports registers the GPUs' memory. With an error m also has what was registered before it.
-func (d *device) registerExports(m *memory, r *registry, exports []*export) error {
+func (d *device) registerExports(m *memory, r *agentMemory, exports []*export) error {
 	for _, x := range exports {
 		parts, by, err := d.registerExport(x, r.gpus)
 		m.mrs, m.gpu, m.by = append(slices.Clip(m.mrs), parts...), append(m.gpu, parts...), by
@@ -304,7 +304,7 @@ func (d *device) registerExports(m *memory, r *registry, exports []*export) erro
 }
 
 // index finds the keys of what was registered.
-func (m *memory) index(r *registry) (err error) {
+func (m *memory) index(r *agentMemory) (err error) {
 	slices.SortFunc(m.mrs, func(a, b *verbs.MR) int { return cmp.Compare(a.Addr, b.Addr) })
 	var local []keyRange
 	m.keys = nil
@@ -317,7 +317,7 @@ func (m *memory) index(r *registry) (err error) {
 }
 
 // registerArea registers memory for trials in the way in which regions there are registered.
-func (d *device) registerArea(m *memory, r *registry, a *area, access verbs.Access) error {
+func (d *device) registerArea(m *memory, r *agentMemory, a *area, access verbs.Access) error {
 	if a.gpu < 0 {
 		mr, err := d.pd.Register(uintptr(a.Base), a.Length, access)
 		if err == nil {

@@ -1,3 +1,5 @@
+// A path's speed is measured and its failures are followed by pauses. By these a transfer chooses its paths.
+
 package rdma
 
 import (

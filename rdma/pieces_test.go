@@ -136,7 +136,7 @@ func TestExpectOfManyPieces(t *testing.T) {
 	src := &source{r: &tr.receiver, peer: "p", live: map[uint64]*expect{}, gone: false}
 	src.newSecret()
 	tr.receiver.sources["p"] = src
-	tr.renewal.held = true
+	tr.remapping.held = true
 	t.Cleanup(func() { src.watching.Stop() })
 	m, all := piecesMatch(t), someBlocks(manyBlocks)
 	before := held()

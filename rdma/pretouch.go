@@ -1,3 +1,5 @@
+// The kernel gives each page its memory before it is registered, on several processors and not page after page.
+
 package rdma
 
 import (

@@ -1,3 +1,5 @@
+// Regions become the fewest ranges that a device can register.
+
 package rdma
 
 import (

@@ -1,3 +1,6 @@
+// How P makes lanes and replaces those that broke. One goroutine of a connection does
+// all of it, so no two steps cross.
+
 package rdma
 
 import (
@@ -7,9 +10,6 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 )
-
-// How P makes lanes and replaces those that broke. One goroutine of a connection does
-// all of it, so no two steps cross.
 
 // startReconnect starts that goroutine if there is something to do; cn.mu is held.
 func (cn *conn) startReconnect() {

@@ -1,3 +1,8 @@
+// If other memory lies at the regions' addresses, as when an engine has slept, the cards still reach the old pages. So
+// the transport forgets the memory: it ends all lanes and all transfers that were begun, and then deregisters the memory.
+// When the agent has taken the new memory, the cards register it. P makes and tries lanes anew, and the peers get the new
+// keys. One goroutine does all this, in this order, however often the memory changes.
+
 package rdma
 
 import (
@@ -9,13 +14,8 @@ import (
 	"go.uber.org/zap"
 )
 
-// If other memory lies at the regions' addresses, as when an engine has slept, the cards still reach the old pages. So
-// the transport forgets the memory: it ends all lanes and all transfers that were begun, and then deregisters the memory.
-// When the agent has taken the new memory, the cards register it. P makes and tries lanes anew, and the peers get the new
-// keys. One goroutine does all this, in this order, however often the memory changes.
-
-// renewal says how far a transport has come with this.
-type renewal struct {
+// remapping says how far a transport has come with this.
+type remapping struct {
 	turn sync.Mutex // held while memory is registered or forgotten; taken first
 
 	mu       sync.Mutex
@@ -43,7 +43,7 @@ func (t *Transport) Forget(cause error) {
 	if t.cfg.GPUs == nil {
 		return
 	}
-	g := &t.renewal
+	g := &t.remapping
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !g.held {
@@ -54,7 +54,7 @@ func (t *Transport) Forget(cause error) {
 	g.cause, g.held, g.forget, g.register = cause, false, true, false
 	g.rest()
 	t.log.Warn("rdma gives up the GPUs' memory, until it is registered again", zap.Error(cause))
-	t.startRenewal()
+	t.startRemapping()
 }
 
 // Renew has the cards register, in the background, the memory that is there now. The caller has called Forget before, and begins no
@@ -63,14 +63,14 @@ func (t *Transport) Renew() {
 	if t.cfg.GPUs == nil {
 		return
 	}
-	g := &t.renewal
+	g := &t.remapping
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.held || g.register {
 		return
 	}
 	g.register, g.busy = true, make(chan struct{})
-	t.startRenewal()
+	t.startRemapping()
 }
 
 // Lacks says why the cards do not have the GPUs' memory; nil: they have it. again says that it is time for Renew.
@@ -78,7 +78,7 @@ func (t *Transport) Lacks() (why error, again bool) {
 	if why = t.forgotten(); why == nil {
 		return nil, false
 	}
-	g := &t.renewal
+	g := &t.remapping
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return why, !g.held && !g.register && !g.forget && !time.Now().Before(g.retryAt)
@@ -86,7 +86,7 @@ func (t *Transport) Lacks() (why error, again bool) {
 
 // registered says why the memory is not registered; nil: it is. If the cards are registering it, registered first waits for them.
 func (t *Transport) registered(bound time.Duration) error {
-	busy := t.renewal.waits() // first: when it is closed, forgotten knows the outcome
+	busy := t.remapping.waits() // first: when it is closed, forgotten knows the outcome
 	err := t.forgotten()
 	if err != nil && busy != nil {
 		late := time.NewTimer(bound)
@@ -102,29 +102,29 @@ func (t *Transport) registered(bound time.Duration) error {
 }
 
 // waits returns a channel that is closed when the registration that is due or under way has ended; nil: there is none.
-func (g *renewal) waits() <-chan struct{} {
+func (g *remapping) waits() <-chan struct{} {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.busy
 }
 
 // rest wakes those who wait; mu is held.
-func (g *renewal) rest() {
+func (g *remapping) rest() {
 	if g.busy != nil {
 		close(g.busy)
 		g.busy = nil
 	}
 }
 
-// startRenewal has the goroutine do what is due; mu is held.
-func (t *Transport) startRenewal() {
-	if !t.renewal.runs {
-		t.renewal.runs = t.goRun("rdma renew", t.renewing)
+// startRemapping has the goroutine do what is due; mu is held.
+func (t *Transport) startRemapping() {
+	if !t.remapping.runs {
+		t.remapping.runs = t.goRun("rdma renew", t.renewing)
 	}
 }
 
 func (t *Transport) renewing() {
-	g := &t.renewal
+	g := &t.remapping
 	for {
 		g.mu.Lock()
 		forget, register, cause := g.forget, !g.forget && g.register, g.cause
@@ -150,7 +150,7 @@ func (t *Transport) renewing() {
 
 // forgetMemory ends all that uses the GPUs' memory, and deregisters it. When it has returned, no byte of the old memory moves.
 func (t *Transport) forgetMemory(cause error) {
-	g := &t.renewal
+	g := &t.remapping
 	g.turn.Lock()
 	defer g.turn.Unlock()
 	for _, cn := range t.sender.all() {
@@ -168,7 +168,7 @@ func (t *Transport) forgetMemory(cause error) {
 
 // registerAnew registers the memory and tells the peers.
 func (t *Transport) registerAnew() {
-	g := &t.renewal
+	g := &t.remapping
 	began := time.Now()
 	devices, err := t.registerNow()
 	if err != nil {
@@ -212,7 +212,7 @@ func (t *Transport) registerAnew() {
 
 // registerNow registers the memory with all devices, as register does.
 func (t *Transport) registerNow() (took int, err error) {
-	g := &t.renewal
+	g := &t.remapping
 	g.turn.Lock()
 	defer g.turn.Unlock()
 	if err := t.cfg.GPUs.Check(); err != nil {

@@ -60,7 +60,7 @@ func renewable(t *testing.T, signal core.Signal) (*Transport, *changing, *corete
 	tr := &Transport{cfg: DefaultConfig(), id: "agent", log: zap.NewNop(), layout: &kv.Layout{}, sink: rec, signal: signal}
 	tr.cfg.GPUs = c
 	tr.ctx, tr.cancel = context.WithCancel(context.Background())
-	tr.renewal.held = true
+	tr.remapping.held = true
 	tr.receiver.init(tr, 4)
 	tr.sender.init(tr)
 	t.Cleanup(func() {
@@ -77,7 +77,7 @@ func silentPeer(context.Context, core.AgentID, []byte) ([]byte, error) { return 
 // ended waits until a registration that is under way has ended, and the peers have been asked.
 func (t *Transport) ended() {
 	late := time.After(patience)
-	for busy := t.renewal.waits(); busy != nil; busy = t.renewal.waits() {
+	for busy := t.remapping.waits(); busy != nil; busy = t.remapping.waits() {
 		select {
 		case <-busy:
 		case <-late:
@@ -99,9 +99,9 @@ func lacking(t *testing.T, tr *Transport, says string, wantAgain bool) {
 func idle(t *testing.T, tr *Transport) {
 	t.Helper()
 	soon(t, "the goroutine that renews ends", func() bool {
-		tr.renewal.mu.Lock()
-		defer tr.renewal.mu.Unlock()
-		return !tr.renewal.runs
+		tr.remapping.mu.Lock()
+		defer tr.remapping.mu.Unlock()
+		return !tr.remapping.runs
 	})
 }
 
@@ -144,9 +144,9 @@ func TestRenewOvertaken(t *testing.T) {
 	gpus.says(nil)
 	gpus.says(errors.New("region w has changed")) // when it has been registered
 	idle(t, tr)
-	tr.renewal.mu.Lock()
-	tr.renewal.retryAt = time.Now().Add(time.Hour)
-	tr.renewal.mu.Unlock()
+	tr.remapping.mu.Lock()
+	tr.remapping.retryAt = time.Now().Add(time.Hour)
+	tr.remapping.mu.Unlock()
 	lacking(t, tr, "cannot be registered: region w has changed", false) // soon
 	tr.Forget(errors.New("it was forgotten already"))
 	lacking(t, tr, "region w has changed", false)
@@ -173,12 +173,12 @@ func TestRenewFails(t *testing.T) {
 		gpus.says(errors.New("BAR1 is full"))
 		tr.ended()
 		idle(t, tr)
-		tr.renewal.mu.Lock()
-		if at := tr.renewal.retryAt; at.Before(before.Add(want)) {
+		tr.remapping.mu.Lock()
+		if at := tr.remapping.retryAt; at.Before(before.Add(want)) {
 			t.Errorf("it is tried again %v after it has failed, want %v", at.Sub(before), want)
 		}
-		tr.renewal.retryAt = before
-		tr.renewal.mu.Unlock()
+		tr.remapping.retryAt = before
+		tr.remapping.mu.Unlock()
 		lacking(t, tr, "BAR1 is full", true)
 	}
 }

@@ -1,3 +1,5 @@
+// How D asks P to connect.
+
 package rdma
 
 import (
@@ -8,8 +10,6 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 )
-
-// How D asks P to connect.
 
 // requestConnect asks P to connect, in the background. A goroutine that has the outcome of an earlier request, and has not ended
 // yet, asks again. src.mu is held.

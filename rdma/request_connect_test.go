@@ -130,9 +130,9 @@ func TestUsableWaitsForTheHello(t *testing.T) {
 	if err := tr.Connect("p", "", []byte("ticket")); err != nil {
 		t.Fatal(err)
 	}
-	tr.renewal.mu.Lock()
-	tr.renewal.busy = make(chan struct{})
-	tr.renewal.mu.Unlock()
+	tr.remapping.mu.Lock()
+	tr.remapping.busy = make(chan struct{})
+	tr.remapping.mu.Unlock()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
 	if err := tr.Usable(ctx, "p"); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "registered again") {

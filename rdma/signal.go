@@ -1,3 +1,5 @@
+// What the two ends of the transport say to each other, by way of the control plane.
+
 package rdma
 
 import (

@@ -1,3 +1,5 @@
+// How P spreads what it writes over its lanes.
+
 package rdma
 
 import (
@@ -9,8 +11,6 @@ import (
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
-
-// How P spreads what it writes over its lanes.
 
 // begin cuts a write into as many stripes as suit its size and gives them to lanes. It
 // waits for the write's first bytes, since there may be more lanes by then.
@@ -70,9 +70,9 @@ type writePart struct {
 
 func writePartOf(op *core.WriteOp) writePart {
 	if op.Plan != nil {
-		return writePart{plan: op.Plan, bytes: op.Given(), runs: op.Plan.Pieces()}
+		return writePart{plan: op.Plan, bytes: op.Payload(), runs: op.Plan.Pieces()}
 	}
-	return writePart{pairs: op.Pairs, bytes: op.Given(), runs: sourceRuns(op.Pairs)}
+	return writePart{pairs: op.Pairs, bytes: op.Payload(), runs: sourceRuns(op.Pairs)}
 }
 
 func (g *writePart) split(weights []float64) []stripeRange {

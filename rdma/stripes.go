@@ -1,3 +1,5 @@
+// What a write is given is cut into ranges in proportion to weights, one for each stripe.
+
 package rdma
 
 import (

@@ -1,3 +1,5 @@
+// How near the devices and the memory of this host are to each other.
+
 package rdma
 
 import (

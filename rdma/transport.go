@@ -26,12 +26,12 @@ type Transport struct {
 	signal core.Signal
 	log    *zap.Logger
 
-	memory  registry
+	memory  agentMemory
 	devices []*device
 	ports   []*localPort // of all devices
 
-	stale   atomic.Pointer[error] // why the GPUs' memory is not registered
-	renewal renewal
+	stale     atomic.Pointer[error] // why the GPUs' memory is not registered
+	remapping remapping
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -78,7 +78,7 @@ func New(cfg Config, id core.AgentID, layout *kv.Layout, sink core.Sink, signal 
 		t.log = zap.NewNop()
 	}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
-	t.renewal.held = true
+	t.remapping.held = true
 	t.receiver.init(t, min(max(cfg.MaxTransfers, 1), maxSlots))
 	t.sender.init(t)
 	if err := t.open(); err != nil {
@@ -149,7 +149,7 @@ func (t *Transport) Usable(ctx context.Context, peer core.AgentID) error {
 		return fmt.Errorf("rdma: agent %s is not connected", peer)
 	}
 	for {
-		busy := t.renewal.waits() // first: when it is closed, forgotten knows the outcome, and the peers have been asked
+		busy := t.remapping.waits() // first: when it is closed, forgotten knows the outcome, and the peers have been asked
 		err := t.forgotten()
 		if busy != nil {
 			select {

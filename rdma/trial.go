@@ -1,3 +1,7 @@
+// Trials: if a side's regions lie on GPUs, P tries each lane before it uses the lane. The lane writes out of
+// and into memory of each GPU, and D looks at the bytes. A card may register memory that it cannot reach, since
+// ACS or an IOMMU may stand between the card and a GPU. No trial touches a region, whose blocks may be in use.
+
 package rdma
 
 import (
@@ -15,10 +19,6 @@ import (
 
 	defect "github.com/kvconn/kvconn/internal/fault"
 )
-
-// Trials: if a side's regions lie on GPUs, P tries each lane before it uses the lane. The lane writes out of
-// and into memory of each GPU, and D looks at the bytes. A card may register memory that it cannot reach, since
-// ACS or an IOMMU may stand between the card and a GPU. No trial touches a region, whose blocks may be in use.
 
 const (
 	trialBytes  = 1024                     // bytes that a lane writes to each GPU

@@ -1,3 +1,5 @@
+// The four steps that make lanes: plan, make, exchange, probe.
+
 package rdma
 
 import (
@@ -11,8 +13,6 @@ import (
 
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
-
-// The four steps that make lanes: plan, make, exchange, probe.
 
 // planned is a path that is to be tried, and the result.
 type planned struct {

@@ -1,3 +1,5 @@
+// A stripe becomes writes of the device, a chain at a time, and ends with its mark.
+
 package rdma
 
 import (

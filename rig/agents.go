@@ -1,3 +1,5 @@
+// kvconn-rig bench-agents: what one prefill agent does for a thousand decode agents.
+
 package rig
 
 import (

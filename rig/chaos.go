@@ -1,3 +1,5 @@
+// kvconn-rig chaos, and the processes that it starts: their command lines.
+
 package rig
 
 import (

@@ -5,8 +5,10 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
+	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -76,16 +78,18 @@ func TestImportsPointOneWay(t *testing.T) {
 	}
 }
 
-// ofValues are the packages of which kv, core (with core/half and core/machine) and wire are made, which compute with values only. What is not in the list is a decision: each
+// ofValues are the packages of which kv, core (with core/half and core/machine), wire and internal/quota are made, which compute with values only. What is not in the list is a decision: each
 // further package may bring I/O, a goroutine, a lock or a clock into what decides.
-var ofValues = []string{"cmp", "container/list", "context", "crypto/sha256", "errors", "fmt", "iter", "maps", "math", "math/bits",
-	"reflect", "slices", "strconv", "strings", "time", "unsafe", "github.com/tinylib/msgp/msgp",
+var ofValues = []string{"cmp", "container/heap", "container/list", "context", "crypto/sha256", "errors", "fmt", "iter", "maps", "math", "math/bits",
+	"net/netip", "reflect", "slices", "strconv", "strings", "time", "unsafe", "github.com/tinylib/msgp/msgp",
 	module + "internal/fault", module + "internal/invariants", module + "internal/quota", module + "kv", module + "wire", module + "core", module + "core/half"}
 
 // onlyOf says which of them may have one of them, if not all may.
 var onlyOf = map[string][]string{
+	"container/heap":               {"internal/quota"},
 	"context":                      {"core"},                              // in the interfaces of who moves bytes and messages
 	"crypto/sha256":                {"core/half"},                         // digests of grants
+	"net/netip":                    {"internal/quota"},                    // an address that holds something
 	"time":                         {"core", "core/half", "core/machine"}, // their user tells the time
 	"github.com/tinylib/msgp/msgp": {"wire"},
 	module + "core":                {"core/half", "core/machine"},
@@ -93,12 +97,12 @@ var onlyOf = map[string][]string{
 	module + "internal/quota":      {"core/half"}, // counts, without a lock
 }
 
-// TestDecidesWithoutTheWorld: kv, core and wire do no I/O, and kv and core have no goroutine, lock or clock. core has times: its user tells them.
+// TestDecidesWithoutTheWorld: kv, core, wire and internal/quota do no I/O, and have no goroutine, lock or clock. core has times: its user tells them.
 func TestDecidesWithoutTheWorld(t *testing.T) {
 	files, used := 0, map[string]bool{}
 	for name, f := range productFiles(t, parser.SkipObjectResolution) {
 		folder := path.Dir(name)
-		if !slices.Contains([]string{"kv", "core", "core/half", "core/machine", "wire"}, folder) {
+		if !slices.Contains([]string{"kv", "core", "core/half", "core/machine", "wire", "internal/quota"}, folder) {
 			continue
 		}
 		files++
@@ -123,7 +127,7 @@ func TestDecidesWithoutTheWorld(t *testing.T) {
 		})
 	}
 	if files < 50 {
-		t.Errorf("kv, core and wire have %d files", files)
+		t.Errorf("kv, core, wire and internal/quota have %d files", files)
 	}
 	for _, of := range ofValues {
 		if !used[of] {
@@ -132,17 +136,46 @@ func TestDecidesWithoutTheWorld(t *testing.T) {
 	}
 }
 
-// productFiles are the Go files of all packages but the rig's, by their names below the module's folder, tests left out. They are read here, not
-// by the go command: go test then knows that its result depends on them.
+// TestImportsOfPython: the API in Python knows no engine, and no engine's room knows the other engine.
+func TestImportsOfPython(t *testing.T) {
+	imported := regexp.MustCompile(`(?m)^\s*(?:from|import)\s+(?:\.+|kvconn\.)?(vllm|sglang)\b`)
+	for room, engine := range map[string]string{"": "", "vllm": "vllm", "sglang": "sglang"} {
+		files, err := filepath.Glob(filepath.Join("..", "python", "kvconn", room, "*.py"))
+		if err != nil || len(files) < 10 {
+			t.Fatalf("%q has %d files: %v", room, len(files), err)
+		}
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, line := range imported.FindAllSubmatch(text, -1) {
+				if string(line[1]) != engine {
+					t.Errorf("%s has %q", file, line[0])
+				}
+			}
+		}
+	}
+}
+
+// productFiles are the Go files of all packages but the rig's.
 func productFiles(t *testing.T, mode parser.Mode) map[string]*ast.File {
 	t.Helper()
+	return goFiles(t, mode, "rig")
+}
+
+// goFiles are the Go files of all packages, by their names below the module's folder; tests and folders of a name that is left out are not among
+// them. They are read here, not by the go command: go test then knows that its result depends on them.
+func goFiles(t *testing.T, mode parser.Mode, leftOut ...string) map[string]*ast.File {
+	t.Helper()
+	leftOut = append(leftOut, "build", "dist", "testdata")
 	files, set := map[string]*ast.File{}, token.NewFileSet()
 	err := filepath.WalkDir("..", func(name string, e fs.DirEntry, err error) error {
 		below, _ := filepath.Rel("..", name)
 		switch {
 		case err != nil:
 			return err
-		case e.IsDir() && below != "." && (strings.HasPrefix(e.Name(), ".") || slices.Contains([]string{"build", "dist", "rig", "testdata"}, e.Name())):
+		case e.IsDir() && below != "." && (strings.HasPrefix(e.Name(), ".") || slices.Contains(leftOut, e.Name())):
 			return filepath.SkipDir
 		case e.IsDir() || !strings.HasSuffix(name, ".go") || strings.HasSuffix(name, "_test.go"):
 			return nil

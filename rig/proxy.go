@@ -1,3 +1,5 @@
+// kvconn-rig bench-proxy: what a router costs a request, beside another router and none.
+
 package rig
 
 import (

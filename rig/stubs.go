@@ -1,3 +1,5 @@
+// bench-proxy's engines, in a process of their own, compute nothing.
+
 package rig
 
 import (

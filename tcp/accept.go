@@ -1,3 +1,5 @@
+// P takes a stream once its hello has proved the ticket of an admitted D. Any other connection has little time.
+
 package tcp
 
 import (

@@ -1,3 +1,5 @@
+// D has the kernel wake it for a batch of a frame's bytes, and not for each packet.
+
 package tcp
 
 import (

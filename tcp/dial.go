@@ -1,3 +1,5 @@
+// D opens its streams to a P, and decides whether a stream that has ended is opened anew.
+
 package tcp
 
 import (

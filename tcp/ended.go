@@ -1,3 +1,5 @@
+// How a stream ends at P.
+
 package tcp
 
 import (
@@ -11,8 +13,6 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 )
-
-// How a stream ends at P.
 
 // returnGrace is how long transfers wait for a D whose streams have all broken:
 // a D that lives dials again at once; if D is dead, the blocks must come back.

@@ -1,3 +1,5 @@
+// If P's places for streams are taken, a stream of the host or agent that has the most gives way.
+
 package tcp
 
 import (

@@ -1,3 +1,7 @@
+// The kernel reads and writes the engine's memory for this process. If the memory is not
+// what the engine said, the kernel refuses by EFAULT and leaves the stream as it was. That
+// ends one transfer and no other.
+
 package tcp
 
 import (
@@ -9,10 +13,6 @@ import (
 
 	"github.com/kvconn/kvconn/internal/hostmem"
 )
-
-// The kernel reads and writes the engine's memory for this process. If the memory is not
-// what the engine said, the kernel refuses by EFAULT and leaves the stream as it was. That
-// ends one transfer and no other.
 
 // maxFault is the longest text of a frameFault, in bytes.
 const maxFault = 512

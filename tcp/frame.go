@@ -1,3 +1,5 @@
+// What goes over a stream: headers that name a grant and a position, and the hello before the first of them.
+
 package tcp
 
 import (
@@ -26,7 +28,7 @@ const (
 	frameFault frameKind = 7 // D → P: the transfer has failed at D; length bytes of text say why
 
 	frameSealedHello frameKind = 8 // D → P, in hello's place: the stream is to be encrypted
-	frameWelcome     frameKind = 9 // P → D: the answer to a sealed hello; its header is the last one in the clear
+	frameHelloReply  frameKind = 9 // P → D: the answer to a sealed hello; its header is the last one in the clear
 )
 
 // random is 128 random bits: a peer's ticket, or a transfer's grant.

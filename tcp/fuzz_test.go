@@ -74,7 +74,7 @@ func FuzzReceiver(f *testing.F) {
 	})
 }
 
-// FuzzSender: whatever D says, before its ticket (greeted false) or after, P's write ends
+// FuzzSender: whatever D says, before its ticket (met false) or after, P's write ends
 // once, and it ends well only when each byte was sent.
 func FuzzSender(f *testing.F) {
 	f.Add(true, marked(header{kind: frameAck, length: 2 * fuzzBlock}))

@@ -114,11 +114,11 @@ func TestManyHoles(t *testing.T) {
 	}
 	grant = d.expect(t, "u", "p", allBlocks(n))
 	in := d.receiver.byID["u"]
-	most := in.mostSpans()
+	most := in.mostIntervals()
 	for i := range most + 1 {
 		c.say(frameBytes(header{kind: frameData, key: grant, position: uint64(2 * i), length: 1}), []byte{1})
 	}
-	if o := d.sink.Wait("received", "u", 1); o.Err == nil || most > maxSpans || most*16 > n*piece/256 {
+	if o := d.sink.Wait("received", "u", 1); o.Err == nil || most > maxIntervals || most*16 > n*piece/256 {
 		t.Errorf("%d ranges and one more: %+v", most, o)
 	}
 }
@@ -127,7 +127,7 @@ func TestManyHoles(t *testing.T) {
 // them.
 func TestHolesOfManyRegions(t *testing.T) {
 	leaktest.Check(t)
-	const piece, n = 64, 4 * minSpans
+	const piece, n = 64, 4 * minIntervals
 	d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour}, n, piece)
 	c := fakeSender(t, d, "p")
 	var apart []kv.BlockID
@@ -187,7 +187,7 @@ func TestHolesHoldUpNobody(t *testing.T) {
 	d.receiver.mu.Lock()
 	in := d.receiver.byID["slow"]
 	d.receiver.mu.Unlock()
-	in.claimed.mu.Lock()
+	in.covered.mu.Lock()
 	slow.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), make([]byte, testBlock))
 	until(t, "its frame is looked at", func() bool {
 		d.receiver.mu.Lock()
@@ -195,7 +195,7 @@ func TestHolesHoldUpNobody(t *testing.T) {
 		return in.peer.reading == 1
 	})
 	move(t, p, d, "other")
-	in.claimed.mu.Unlock()
+	in.covered.mu.Unlock()
 	if o := d.sink.Wait("received", "slow", 1); o.Err != nil {
 		t.Error(o.Err)
 	}

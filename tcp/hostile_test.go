@@ -352,7 +352,7 @@ func TestStreamsOfOnePeer(t *testing.T) {
 		dial(t, p).say(p.hello(t, "many", i%maxPeerStreams, uint64(1+i), ^uint64(0)))
 	}
 	move(t, p, d, "beside")
-	until(t, "each has been greeted", func() bool {
+	until(t, "each has said hello", func() bool {
 		p.sender.mu.Lock()
 		defer p.sender.mu.Unlock()
 		return p.sender.peers["many"].open == maxPeerStreams && p.sender.pending.conns.Len() == 0

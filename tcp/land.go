@@ -1,3 +1,5 @@
+// D reads a frame's bytes into the transfer's blocks. It holds the transfer's fence for one readv at a time.
+
 package tcp
 
 import (

@@ -1,3 +1,5 @@
+// P writes a frame out of the transfer's blocks. If the transfer is given up, the rest of the frame has a bound.
+
 package tcp
 
 import (

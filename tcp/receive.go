@@ -1,3 +1,5 @@
+// D expects transfers, lets a frame in by its grant and its place, and fences: when Revoke has returned, no byte lands.
+
 package tcp
 
 import (
@@ -15,7 +17,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/intervals"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -59,7 +61,7 @@ type inbound struct {
 	fence   sync.RWMutex
 	revoked bool
 	copies  copies // into the runs, out of slots; none begins when revoked is set
-	claimed claims
+	covered coverage
 
 	// Guarded by receiver.mu.
 	got   uint64
@@ -69,12 +71,12 @@ type inbound struct {
 	stuck bool          // a device does not end a copy, which may land at any time: so nobody hears of an end
 }
 
-// claims are the positions that a transfer's frames have claimed. The frames of a hostile P may leave very many holes, which
-// cost time. So the claims of each transfer have a lock of their own, for which no other transfer waits. It is taken without
+// coverage is the positions that a transfer's frames have covered. The frames of a hostile P may leave very many holes, which
+// cost time. So the coverage of each transfer has a lock of its own, for which no other transfer waits. It is taken without
 // receiver.mu.
-type claims struct {
-	mu    sync.Mutex
-	spans spans.List
+type coverage struct {
+	mu  sync.Mutex
+	set intervals.Set
 }
 
 // reads counts the frames of transfers that are being read from a peer; receiver.mu is held.
@@ -87,15 +89,15 @@ func (p *inPeer) reads(frames int, now time.Time) {
 // this transfer may have waited for its turn behind them. receiver.mu is held.
 func (in *inbound) took() time.Duration { return in.peer.moves.Sum(time.Now()) - in.since }
 
-// mostSpans bounds the spans that D keeps of a transfer's frames. A sender needs about
-// one span for each of its streams, and one for each place where a partial offer gives more
+// mostIntervals bounds the intervals that D keeps of a transfer's frames. A sender needs about
+// one interval for each of its streams, and one for each place where a partial offer gives more
 // bytes, which may be each region. If a stream is late and frames are small, a sender needs more: one
-// span for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
-func (in *inbound) mostSpans() int {
-	return int(min(max(minSpans, in.total>>12, uint64(in.pieces())), maxSpans))
+// interval for each second frame of 2 KiB. That is 1/256 of the transfer's own memory.
+func (in *inbound) mostIntervals() int {
+	return int(min(max(minIntervals, in.total>>12, uint64(in.pieces())), maxIntervals))
 }
 
-const minSpans, maxSpans = 1 << 10, 1 << 16
+const minIntervals, maxIntervals = 1 << 10, 1 << 16
 
 func (r *receiver) init(t *Transport) {
 	r.t, r.attempts, r.redial = t, uint64(time.Now().UnixMicro()), redialAfter
@@ -346,9 +348,9 @@ func (s *inStream) frame() error {
 		s.owes, s.owed, s.cuts = nil, 0, 0
 		return err
 	case err != nil:
-		in.claimed.mu.Lock()
-		in.claimed.spans.Remove(h.position+n, h.position+h.length) // P may send these bytes again
-		in.claimed.mu.Unlock()
+		in.covered.mu.Lock()
+		in.covered.set.Remove(h.position+n, h.position+h.length) // P may send these bytes again
+		in.covered.mu.Unlock()
 		s.r.mu.Lock()
 		in.got += n + s.owed
 		s.r.mu.Unlock()
@@ -363,20 +365,20 @@ func (s *inStream) frame() error {
 	return s.landed(in, n)
 }
 
-// admit checks a frame's place. If bytes could be claimed twice they would count twice, and a
+// admit checks a frame's place. If bytes could come twice they would count twice, and a
 // hole would go unseen.
 func (in *inbound) admit(pos, length uint64) error {
 	end := pos + length
 	if end < pos || end > in.total {
 		return fmt.Errorf("transfer %q: frame of bytes %d to %d, but it has %d", in.id.Name(), pos, end, in.total)
 	}
-	in.claimed.mu.Lock()
-	defer in.claimed.mu.Unlock()
-	if !in.claimed.spans.Add(pos, end) {
+	in.covered.mu.Lock()
+	defer in.covered.mu.Unlock()
+	if !in.covered.set.Add(pos, end) {
 		return fmt.Errorf("transfer %q: bytes %d to %d came twice", in.id.Name(), pos, end)
 	}
-	if len(in.claimed.spans) > in.mostSpans() {
-		return fmt.Errorf("transfer %q: its frames leave more than %d holes", in.id.Name(), in.mostSpans())
+	if len(in.covered.set) > in.mostIntervals() {
+		return fmt.Errorf("transfer %q: its frames leave more than %d holes", in.id.Name(), in.mostIntervals())
 	}
 	return nil
 }

@@ -1,3 +1,7 @@
+// A transfer goes on when a stream that had frames of it breaks. D's next stream of that
+// number says how far D has read them, and the bytes beyond are sent again, on any stream.
+// Nothing is sent again before D has said so: D may still be reading.
+
 package tcp
 
 import (
@@ -6,10 +10,6 @@ import (
 
 	"github.com/kvconn/kvconn/internal/safe"
 )
-
-// A transfer goes on when a stream that had frames of it breaks. D's next stream of that
-// number says how far D has read them, and the bytes beyond are sent again, on any stream.
-// Nothing is sent again before D has said so: D may still be reading.
 
 // piece is a part of a transfer, in its linear order.
 type piece struct{ position, length uint64 }

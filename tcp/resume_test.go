@@ -224,7 +224,7 @@ func TestBrokenFrameGoesOn(t *testing.T) {
 	n, attempt := first.stream()
 	m, next := again.stream()
 	if n != 0 || m != 0 || next <= attempt || first.position != 0 || again.position != headerSize+part {
-		t.Fatalf("greeted by %+v and then %+v", first, again)
+		t.Fatalf("said hello by %+v and then %+v", first, again)
 	}
 	c.say(frameBytes(header{kind: frameData, key: grant, position: testBlock + part, length: testBlock - part}), ones[part:])
 	c.say(frameBytes(header{kind: frameData, key: grant, length: testBlock}), ones)

@@ -1,3 +1,10 @@
+// A sealed stream carries the frames of a plain one, cut into records: the header, then the
+// frame's bytes in records of recordBytes, the last one shorter. Each record is AES-GCM with
+// the number of the record as its nonce. No length is sent: the header says how many records
+// follow, and a header is believed only when its tag is right. So a record that is changed,
+// sent again, left out, moved or taken from another stream has a wrong tag, and so has each
+// record behind it.
+
 package tcp
 
 import (
@@ -12,13 +19,6 @@ import (
 
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// A sealed stream carries the frames of a plain one, cut into records: the header, then the
-// frame's bytes in records of recordBytes, the last one shorter. Each record is AES-GCM with
-// the number of the record as its nonce. No length is sent: the header says how many records
-// follow, and a header is believed only when its tag is right. So a record that is changed,
-// sent again, left out, moved or taken from another stream has a wrong tag, and so has each
-// record behind it.
 
 // Encryption says whether the streams to a peer are sealed.
 type Encryption uint8

@@ -1,3 +1,8 @@
+// The ticket of a sealed stream has a second half, which tells D to seal. D's hello has a
+// random value of D's between header and proof, and the proof is of both. P answers by a header
+// with a random value of its own. The proof shows P that D wants this stream to be sealed: a
+// host on the way cannot turn one kind of hello into the other.
+
 package tcp
 
 import (
@@ -8,11 +13,6 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 )
-
-// The ticket of a sealed stream has a second half, which tells D to seal. D's hello has a
-// random value of D's between header and proof, and the proof is of both. P answers by a header
-// with a random value of its own. The proof shows P that D wants this stream to be sealed: a
-// host on the way cannot turn one kind of hello into the other.
 
 // AdmitSealed is Admit for a peer that must encrypt.
 func (t *Transport) AdmitSealed(peer core.AgentID) (ticket []byte, err error) {
@@ -78,8 +78,8 @@ func (s *inStream) helloSealed(ticket random, key secret, number int, attempt, r
 		return err
 	case h.kind == frameLeave:
 		return errTicket
-	case h.kind != frameWelcome:
-		return fmt.Errorf("frame of kind %d, want the welcome of an encrypted stream", h.kind)
+	case h.kind != frameHelloReply:
+		return fmt.Errorf("frame of kind %d, want the answer to a sealed hello", h.kind)
 	}
 	k, err := newSeals(ticket, key, &said.of, said.salt, h.key)
 	s.sealed = &unsealer{seals: k}
@@ -89,13 +89,13 @@ func (s *inStream) helloSealed(ticket random, key secret, number int, attempt, r
 // acceptSealed seals an accepted stream. P's answer is sent when the stream runs.
 func (st *outStream) acceptSealed(p *helloProof) (err error) {
 	salt := newRandom()
-	(&header{kind: frameWelcome, key: salt}).encode(&st.first)
+	(&header{kind: frameHelloReply, key: salt}).encode(&st.first)
 	st.sealed, err = newSeals(st.peer.ticket, st.peer.secret, &p.of, p.salt, salt)
 	return err
 }
 
-// sendWelcome sends the first frame that P sends on a sealed stream.
-func (s *sender) sendWelcome(st *outStream) error {
+// sendHelloReply sends the first frame that P sends on a sealed stream.
+func (s *sender) sendHelloReply(st *outStream) error {
 	if st.sealed == nil {
 		return nil
 	}

@@ -122,7 +122,7 @@ func start(t *testing.T, p, d *agent, endpoint string, id core.TransferID, block
 // reason. No byte lands that P has not sent for that place.
 func TestManInTheMiddle(t *testing.T) {
 	for name, down := range map[string]func(from io.Reader, to io.Writer){
-		"a bit of the welcome": func(from io.Reader, to io.Writer) {
+		"a bit of the hello's answer": func(from io.Reader, to io.Writer) {
 			b := take(from, headerSize)
 			b[12] ^= 4
 			_, _ = to.Write(b)
@@ -234,7 +234,7 @@ func TestHelloAgain(t *testing.T) {
 	said := sealedHello(random(ticket[:len(random{})]), secret(ticket[len(random{}):]), 0, 5, 0)
 	c := dial(t, p)
 	c.say(said.bytes())
-	if h := c.next(); h.kind != frameWelcome {
+	if h := c.next(); h.kind != frameHelloReply {
 		t.Fatalf("answered by %+v", h)
 	}
 	p.refuses(t, "d", said.bytes())

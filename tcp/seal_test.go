@@ -123,8 +123,8 @@ func FuzzRecords(f *testing.F) {
 // FuzzSealedReceiver: whatever somebody without the secret says to D on a sealed stream, no
 // byte lands, and the transfer does not end well.
 func FuzzSealedReceiver(f *testing.F) {
-	f.Add(frameBytes(header{kind: frameWelcome}), []byte{})
-	f.Add(frameBytes(header{kind: frameWelcome, key: newRandom()}), append(marked(header{kind: frameData, length: fuzzBlock}), make([]byte, fuzzBlock)...))
+	f.Add(frameBytes(header{kind: frameHelloReply}), []byte{})
+	f.Add(frameBytes(header{kind: frameHelloReply, key: newRandom()}), append(marked(header{kind: frameData, length: fuzzBlock}), make([]byte, fuzzBlock)...))
 	f.Add(marked(header{kind: frameData, length: fuzzBlock}), make([]byte, fuzzBlock))
 	f.Add(frameBytes(header{kind: frameLeave}), []byte{})
 	f.Fuzz(func(t *testing.T, answer, in []byte) {

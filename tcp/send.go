@@ -1,3 +1,5 @@
+// P's transfers share D's streams: each stream cuts its next frame off one of them.
+
 package tcp
 
 import (
@@ -80,7 +82,7 @@ type outStream struct {
 	yielded   bool             // slots were given back in this frame
 	sealed    *seals           // nil: the stream is plain
 	sealing   sealing          // of the frame that is written
-	first     [headerSize]byte // of a sealed stream: P's welcome
+	first     [headerSize]byte // of a sealed stream: P's answer to the hello
 }
 
 // outFrame is a frame that a stream has taken.
@@ -268,7 +270,7 @@ func (s *sender) nacked(p *outPeer, h *header) {
 
 // run writes frames to one stream until it ends.
 func (s *sender) run(st *outStream) {
-	if err := s.sendWelcome(st); err != nil {
+	if err := s.sendHelloReply(st); err != nil {
 		s.streamEnded(st, err)
 		return
 	}

@@ -1,3 +1,5 @@
+// Bytes of device memory leave by way of pinned slots, which are filled ahead of the part that is being written.
+
 package tcp
 
 import (

@@ -1,3 +1,5 @@
+// A wait is bounded in steps, so that a stop of this process is not taken for the peer's silence.
+
 package tcp
 
 import (

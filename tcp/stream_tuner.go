@@ -1,12 +1,3 @@
-package tcp
-
-import (
-	"slices"
-	"time"
-
-	"go.uber.org/zap"
-)
-
 // P sends the bytes for a D over as many of D's streams as pay between the two hosts. One stream fills a slow link, and several fill a
 // fast one. If there are more streams than the processors can serve, they take from each other. P finds the number, since P knows
 // when all streams have work. It compares the rate of the number in use with that of one more, or of one less, by measurements in
@@ -17,6 +8,15 @@ import (
 // bytes that P writes, one more stream would seem to pay on any link. D's socket buffers take bytes at that speed too, and D's
 // kernel acknowledges them. So nothing counts until P has written as much as the buffers of all streams in use hold. That is so after
 // another number came into use, after a stream has opened, ended or turned out to be of no use, and after a stream had nothing to send.
+
+package tcp
+
+import (
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+)
 
 const (
 	// settleFrames whole frames for each stream in use are written before anything counts: 10 MiB. That is what Linux gives a

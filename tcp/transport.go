@@ -1,3 +1,5 @@
+// The transport as its user sees it: D's half is receiver, P's is sender, and this file opens and closes both.
+
 package tcp
 
 import (

@@ -1,3 +1,5 @@
+// Many pieces of memory go into one call of the kernel: the vector of readv and writev, and the cursor that fills it.
+
 package tcp
 
 import (

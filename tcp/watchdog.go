@@ -1,3 +1,8 @@
+// One of several streams can be dead while the others live, for instance if one cable of a bundle, or one of
+// many paths, is broken. The kernel finds out after StallTimeout. P finds out sooner, by looking at the
+// bytes that D's kernel has acknowledged, and has D open that stream anew. As long as the path is dead, D may be
+// unable to open it. So the stream counts as stalled until it moves: P sends no frames on it.
+
 package tcp
 
 import (
@@ -7,11 +12,6 @@ import (
 
 	"github.com/kvconn/kvconn/internal/safe"
 )
-
-// One of several streams can be dead while the others live, for instance if one cable of a bundle, or one of
-// many paths, is broken. The kernel finds out after StallTimeout. P finds out sooner, by looking at the
-// bytes that D's kernel has acknowledged, and has D open that stream anew. As long as the path is dead, D may be
-// unable to open it. So the stream counts as stalled until it moves: P sends no frames on it.
 
 // watchdogInterval is the time between two looks. If stuckChecks looks in a row see a stream without progress,
 // it counts as stuck.

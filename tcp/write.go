@@ -1,3 +1,5 @@
+// The engine gives a write at once or bit by bit. Its outcome is told when no stream reads its blocks any more.
+
 package tcp
 
 import (
@@ -10,7 +12,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/spans"
+	"github.com/kvconn/kvconn/internal/intervals"
 	"github.com/kvconn/kvconn/internal/stopwatch"
 )
 
@@ -20,7 +22,7 @@ type outbound struct {
 	grant   random
 	peer    *outPeer
 	ranges  sendRanges
-	todo    spans.List      // to send: bytes that no frame has had, and bytes that were lost with a stream
+	todo    intervals.Set   // to send: bytes that no frame has had, and bytes that were lost with a stream
 	left    uint64          // bytes of it
 	total   uint64          // also of the bytes that are not given yet
 	sent    []sentFrame     // on the newest stream of each number

@@ -1,3 +1,5 @@
+// A message is read whole and within its limits, or it is refused: this file checks what the generated code cannot.
+
 package wire
 
 import (

@@ -1,3 +1,5 @@
+// What a peer says reaches its half. If the transfer has ended, the answer is what is remembered of its end.
+
 package half
 
 import (
@@ -164,7 +166,7 @@ func (h *Set) StepFinishMessage(now time.Time, f core.FinishMessage) {
 		if f.Code != core.OK { // P's OK ends no load: only the transport knows whether all bytes have landed
 			h.endLoad(now, ld, whenFailed, Ending{f.Code.AtPeer(), f.Reason}, false)
 		}
-	case (c != nil || ld != nil) && h.offers[ID(f.ID)] == nil && !fault.On("strangers-word-kept"): // only its P may say how it ended
+	case (c != nil || ld != nil) && h.offers[ID(f.ID)] == nil && !fault.On("unknown-peers-word-kept"): // only its P may say how it ended
 	default:
 		h.finishOffer(now, partyOf(f.Account, f.From), ID(f.ID), f.Code.AtPeer(), f.Reason)
 	}

@@ -1,3 +1,5 @@
+// D claims a transfer as long as its engine has no blocks for it: P is looked up, and is asked to keep the transfer.
+
 package half
 
 import (
@@ -50,48 +52,10 @@ type claim struct {
 	lostIn    claimState // the state in which the claim was lost, if that is to be reported
 }
 
-// asked is what a load takes over from its claim, beside the load's own seq and token. By itself it is a farewell: it keeps an end
-// that P must hear of, while D is still looking P up.
-type asked struct {
-	id     ID
-	seq    uint64
-	from   core.Target
-	rank   bool // from is one rank of an engine, which D loads from beside others
-	token  uint64
-	since  time.Time    // the engine's first word of it: its claim, if there was one
-	end    Ending       // how it ended or is ending; a claim has it in claimVoid, or when it was lost
-	peer   core.AgentID // the P agent that it is with; "" while P is looked up
-	former core.AgentID // the agent before P was looked up once more; "": P was looked up once
-	keeper core.AgentID // the agent that has answered the claim; no other agent knows the request
-	nameBy time.Time    // if the agent opened after the request: its engine must name the request by then; else zero
-}
-
-func (a *asked) withRank() bool { return a.rank }
-
-func (a *asked) lookUp(fresh bool) core.Resolve {
-	return core.Resolve{ID: core.TransferID(a.id), Seq: a.seq, From: a.from, Part: a.rank, Fresh: fresh}
-}
-
 // Ending is how a half ends.
 type Ending struct {
 	Code   core.Code
 	Reason string
-}
-
-// replaced is called when the agent at hand may have taken another's place. It says why this agent
-// cannot know the request; "" if it can. younger says that the agent opened after the request was made.
-func (a *asked) replaced(younger bool) string {
-	switch by := a.peer; {
-	case a.keeper != "" && a.keeper != by:
-		return fmt.Sprintf("prefill agent %s was replaced by agent %s, and only %s had the request: send the request again", a.keeper, by, a.keeper)
-	case a.former != "" && a.former != by && younger && !fault.On("to-the-successor"):
-		return fmt.Sprintf("prefill agent %s was replaced by agent %s, which was opened after the request was made: send the request again", a.former, by)
-	}
-	return ""
-}
-
-func (a *asked) noSuccessor() string {
-	return fmt.Sprintf("prefill agent %s is gone, and no agent was found in its place: send the request again when its engine is up", a.former)
 }
 
 // Claim begins a claim.
@@ -110,7 +74,7 @@ func (h *Set) claimTo(c *claim, guard Guard, next claimState, does ...core.Actio
 	case next:
 		h.claims.drop(c.id)
 	case c.state:
-		h.voidFarewell(c.id)
+		h.voidPendingFinish(c.id)
 		h.claims.put(c.id, c)
 	}
 	h.taken.row("claim", c.id, guard, c.state, next, does)
@@ -179,11 +143,11 @@ func (h *Set) claimAnswered(now time.Time, peer core.AgentID, id ID, a core.Answ
 		h.loseClaim(c, whenOver, end)
 	case c != nil:
 		h.claimTo(c, whenKept, claimKept)
-		c.keeper = c.peer
+		c.confirmedBy = c.peer
 	case ld != nil && end.Code != core.OK:
 		h.endLoad(now, ld, whenOver, end, false)
 	case ld != nil:
-		ld.keeper = ld.peer
+		ld.confirmedBy = ld.peer
 	}
 }
 
@@ -198,10 +162,10 @@ func (h *Set) claimPeerGone(now time.Time, c *claim, heard time.Time, absent boo
 			// find and ask an agent.
 			c.replaceBy = later(later(heard, c.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
 		}
-		c.former, c.peer = c.peer, ""
-		h.claimTo(c, Always, claimRelocating, core.Forget{Peer: c.former, Gone: true}, c.lookUp(true))
+		c.previousPeer, c.peer = c.peer, ""
+		h.claimTo(c, Always, claimRelocating, core.Forget{Peer: c.previousPeer, Gone: true}, c.lookUp(true))
 	case c.state == claimAskedAgain && !h.opt.ReportClaims:
-		c.former = c.peer
+		c.previousPeer = c.peer
 		if fault.On("claim-looks-at-once") {
 			c.peer = ""
 			h.claimTo(c, whenRetried, claimRelocating, c.lookUp(true))
@@ -232,7 +196,7 @@ func (h *Set) claimLost(c *claim, guard Guard, next claimState, end Ending, does
 
 func (c *claim) report(now time.Time) core.Report {
 	return core.Report{ID: core.TransferID(c.id), Side: core.SideClaim, Token: c.token, Code: c.end.Code, Reason: c.end.Reason, Elapsed: now.Sub(c.since),
-		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.former), From: c.from}
+		State: c.lostIn.String(), Peer: cmp.Or(c.peer, c.previousPeer), From: c.from}
 }
 
 // DropClaim ends a claim, and says whether there was one. If P is known or being looked up, P is told.
@@ -251,7 +215,7 @@ func (h *Set) DropClaim(id ID, guard Guard, end Ending) bool {
 	}
 	h.tell("claim", id, outcome{claim: c, over: true})
 	if was.lookedUp() && end.Code == core.Cancelled {
-		h.farewell("claim", c.asked, end)
+		h.keepFinish("claim", c.asked, end)
 	}
 	h.restPeers()
 	return true

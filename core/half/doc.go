@@ -1,9 +1,9 @@
-// Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer, and not whether it is a part of a
-// transfer between several ranks: who stands [Above] knows.
+// Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer. It does not know of what its id is
+// made, nor which halves are parts of one transfer between several ranks: who stands [Above] knows.
 //
 // # The states
 //
-// Each half is in one of the states below, which claim.go, farewell.go, load.go and offer.go explain.
+// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain.
 // "-" stands for no half: before its begin and after its end. A row is mostly one call of
 // claimTo, loadTo or offerTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or
 // one of five that an event may bring about: Divided (what was found to have several ranks goes on as one half for
@@ -13,11 +13,12 @@
 //
 // The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases, "-" where
 // there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which the row goes. An
-// event may take a half through several rows, one after the other. What has no row changes nothing and wants nothing. Among the actions,
+// event may take a half through several rows, one after the other. What has no row leaves a half in its state and wants nothing. It may change what
+// a later guard asks for: which D an offer has, with its load or claim, and until when. Among the actions,
 // Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when
-// its fence has returned. Farewell makes a farewell: P is being looked up, and is told then. SendFinish+ is one for each rank that was
-// found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, answers, and the Forget
-// of PeerGone are of no row.
+// its fence has returned. KeepFinish makes a pending finish: P is being looked up, and is told then. SendFinish+ is one for each rank that was
+// found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, Report, answers, and the
+// Forget of PeerGone are of no row.
 //
 // TestSim and TestTranscripts hold the machine to the tables.
 // core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.
@@ -48,21 +49,21 @@
 //	asked asked-again kept resolving relocating  Tick                         told          =              Lost
 //	backoff backoff-again                        Tick                         told          =              Lost
 //	asked asked-again kept                       Tick                         expired       -              Ended SendFinish
-//	resolving relocating                         Tick                         expired       -              Ended Farewell
+//	resolving relocating                         Tick                         expired       -              Ended KeepFinish
 //	backoff backoff-again void                   Tick                         expired       -              Ended
 //	any                                          LoadRequest                  same          -
 //	asked asked-again kept                       LoadRequest                  other         -              Ended SendFinish
-//	resolving relocating                         LoadRequest                  other         -              Ended Farewell
+//	resolving relocating                         LoadRequest                  other         -              Ended KeepFinish
 //	backoff backoff-again void                   LoadRequest                  other         -              Ended
 //	asked asked-again kept                       Cancel Close Lost PartFails  -             -              Ended SendFinish
-//	resolving relocating                         Cancel Lost                  -             -              Ended Farewell
-//	relocating                                   PartFails                    -             -              Ended Farewell
+//	resolving relocating                         Cancel Lost                  -             -              Ended KeepFinish
+//	relocating                                   PartFails                    -             -              Ended KeepFinish
 //	resolving relocating                         Close                        -             -              Ended
 //	backoff backoff-again void                   Cancel Close Lost            -             -              Ended
 //	backoff-again void                           PartFails                    -             -              Ended
 //	any                                          Abandon                      -             -
 //
-// Farewells (D), each of a claim or load that has ended while P was looked up:
+// Pending finishes (D), each of a claim or load that has ended while P was looked up:
 //
 //	from  event                             guard       to    actions
 //	-     Cancel Close LoadRequest Lost     -           kept
@@ -129,10 +130,10 @@
 //	expecting requesting waiting  Tick                             late          ending      Lost Revoke SendFinish
 //	expecting                     Tick                             held          ending      Lost Revoke SendFinish
 //	restarting                    Tick                             held          ending      Lost SendFinish
-//	resolving relocating          MomentFailed                     -             -           Ended Farewell
+//	resolving relocating          MomentFailed                     -             -           Ended KeepFinish
 //	awaiting                      MomentFailed                     -             -           Ended SendFinish
-//	resolving relocating          Cancel Close Remapped            -             -           Ended Farewell
-//	relocating                    PartFails                        -             -           Ended Farewell
+//	resolving relocating          Cancel Close Remapped            -             -           Ended KeepFinish
+//	relocating                    PartFails                        -             -           Ended KeepFinish
 //	awaiting                      Cancel Close PartFails Remapped  -             -           Ended SendFinish
 //	expecting requesting waiting  Cancel Close PartFails Remapped  -             ending      Lost Revoke SendFinish
 //	moving                        Cancel Close PartFails Remapped  -             ending      Lost

@@ -1,3 +1,8 @@
+// Claims and loads that come before P's engine has named the request are limited for all D agents together. Beyond the limit the
+// account that has the most gives way: its claims before its loads, and the newest first. A claim that gives way is forgotten: its D
+// asks again with the next renewal. A load that gives way ends, and its D is told. All shares of a transfer are kept or give way
+// together. If one share has a load, all of them count as loads.
+
 package half
 
 import (
@@ -9,11 +14,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// Claims and loads that come before P's engine has named the request are limited for all D agents together. Beyond the limit the
-// account that has the most gives way: its claims before its loads, and the newest first. A claim that gives way is forgotten: its D
-// asks again with the next renewal. A load that gives way ends, and its D is told. All shares of a transfer are kept or give way
-// together. If one share has a load, all of them count as loads.
 
 // maxEarlyBlocks bounds the block ids that early loads hold: 16 MiB.
 const maxEarlyBlocks = 1 << 22

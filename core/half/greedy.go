@@ -1,3 +1,5 @@
+// If room is short that all peers share, the account that holds the most gives way.
+
 package half
 
 import (

@@ -6,7 +6,7 @@ type Guard uint8
 const (
 	Always Guard = iota // the state and the event decide
 
-	// Claims, farewells, loads: P is looked up.
+	// Claims, pending finishes, loads: P is looked up.
 	whenFound       // P's agent is found
 	whenNotFound    // no agent is found; it may come up yet
 	whenUnusable    // the engine is found, and no agent of it will do

@@ -15,7 +15,7 @@ func (h *Set) Check() (busy int) {
 	h.checkClaims()
 	busy = h.checkLoads()
 	h.checkMoments()
-	invariants.Must(len(h.claims.byID)+len(h.loads.byID)+len(h.farewells.byID) > 0 || len(h.peers) == 0, "%d peers are watched for no load", len(h.peers))
+	invariants.Must(len(h.claims.byID)+len(h.loads.byID)+len(h.pendingFinishes.byID) > 0 || len(h.peers) == 0, "%d peers are watched for no load", len(h.peers))
 	invariants.Must(len(h.offers) > 0 || len(h.probes) == 0, "%d peers are asked for no offer", len(h.probes))
 	h.Ended.own.Check("tombstones")
 	h.checkEarly()
@@ -61,15 +61,15 @@ func (h *Set) checkClaims() {
 	for id, c := range h.claims.byID {
 		invariants.Must(!h.opt.ReportClaims || c.state != claimVoid, "claim %q is lost (%v) and not reported", id, c.end.Code)
 		invariants.Must(c.id == id && c.state <= claimVoid, "claim %q is kept as %q in state %v", c.id, id, c.state)
-		invariants.Must(h.loads.byID[id] == nil && h.farewells.byID[id] == nil, "claim %q has another half beside it", id)
+		invariants.Must(h.loads.byID[id] == nil && h.pendingFinishes.byID[id] == nil, "claim %q has another half beside it", id)
 		invariants.Must((c.state == claimVoid) == (c.end.Code != core.OK), "claim %q in state %v ends as %v", id, c.state, c.end.Code)
 		invariants.Must(!c.state.lookedUp() || c.peer == "", "claim %q is with %q in state %v", id, c.peer, c.state)
-		invariants.Must((c.state == claimKept) == (c.keeper != "") || c.state == claimVoid, "claim %q is kept by %q in state %v", id, c.keeper, c.state)
+		invariants.Must((c.state == claimKept) == (c.confirmedBy != "") || c.state == claimVoid, "claim %q is kept by %q in state %v", id, c.confirmedBy, c.state)
 		switch c.state {
 		case claimResolving, claimBackoff, claimAsked:
-			invariants.Must(c.former == "", "claim %q was with %q in state %v", id, c.former, c.state)
+			invariants.Must(c.previousPeer == "", "claim %q was with %q in state %v", id, c.previousPeer, c.state)
 		case claimRelocating, claimBackoffAgain, claimAskedAgain:
-			invariants.Must(c.former != "", "claim %q was with nobody in state %v", id, c.state)
+			invariants.Must(c.previousPeer != "", "claim %q was with nobody in state %v", id, c.state)
 		}
 		invariants.Must(!c.state.atPeer() || h.peers[c.peer] != nil, "claim %q is kept by %q, which nobody watches", id, c.peer)
 	}
@@ -78,11 +78,11 @@ func (h *Set) checkClaims() {
 func (h *Set) checkLoads() (busy int) {
 	for id, ld := range h.loads.byID {
 		invariants.Must(ld.id == id && ld.state <= loadEnding, "load %q is kept as %q in state %v", ld.id, id, ld.state)
-		invariants.Must(h.farewells.byID[id] == nil, "load %q has another half beside it", id)
+		invariants.Must(h.pendingFinishes.byID[id] == nil, "load %q has another half beside it", id)
 		invariants.Must(ld.state.lookedUp() == (ld.peer == ""), "load %q is with %q in state %v", id, ld.peer, ld.state)
 		invariants.Must(ld.state != loadEnding || ld.end.Code != core.OK, "load %q ends well in state %v", id, ld.state)
 		invariants.Must(ld.state == loadEnding || ld.end.Code == core.OK, "load %q ends as %v in state %v", id, ld.end.Code, ld.state)
-		invariants.Must((ld.state != loadRelocating && ld.state != loadMoving || ld.former != "") && (ld.state != loadResolving || ld.former == ""), "load %q was with %q in state %v", id, ld.former, ld.state)
+		invariants.Must((ld.state != loadRelocating && ld.state != loadMoving || ld.previousPeer != "") && (ld.state != loadResolving || ld.previousPeer == ""), "load %q was with %q in state %v", id, ld.previousPeer, ld.state)
 		invariants.Must(ld.state != loadWaiting && ld.state != loadAwaiting || h.peers[ld.peer] != nil, "load %q waits for %q, which nobody watches", id, ld.peer)
 		if !ld.rank && ld.Count() > 0 {
 			busy++
@@ -127,8 +127,11 @@ func (h *Set) checkEarly() {
 	invariants.Must(words == len(h.Ended.words) && words <= h.Ended.own.limit, "%d words, counted %d", len(h.Ended.words), words)
 }
 
-// check checks that each weight is the sum of its parts, and calls f for each stake.
+// check checks that each weight is the sum of its parts, and that none is above who gives way first, and calls f for each stake.
 func (g *greedy) check(f func(s *stake)) {
+	first, _ := g.held.Most()
+	most, _ := g.held.Held(first.account)
+	accounts := map[core.Account]int64{}
 	for who, of := range g.by {
 		held := 0
 		for _, l := range []*list.List{&of.soft, &of.firm} {
@@ -141,6 +144,12 @@ func (g *greedy) check(f func(s *stake)) {
 		}
 		n := g.held.Of(who.account, who)
 		invariants.Must(held > 0 && n == int64(held), "%v has %d, counted %d", who, held, n)
+		invariants.Must(who.account != first.account || n <= g.held.Of(first.account, first), "%v has %d, and %v gives way", who, n, first)
+		accounts[who.account] += n
+	}
+	for account, sum := range accounts {
+		n, ending := g.held.Held(account)
+		invariants.Must(n == sum && ending == 0 && n <= most, "account %q has %d, counted %d and %d; %q, which gives way, has %d", account, sum, n, ending, first.account, most)
 	}
 	n := g.held.Holders()
 	invariants.Must(n == len(g.by), "%d agents have something, counted %d", len(g.by), n)

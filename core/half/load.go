@@ -1,3 +1,6 @@
+// D loads a transfer into its engine's blocks. Once the transport is armed, every end but success waits for the fence,
+// unless the transports are closed.
+
 package half
 
 import (
@@ -65,7 +68,7 @@ func (h *Set) loadTo(ld *load, guard Guard, next loadState, does ...core.Action)
 		h.loads.drop(ld.id)
 		h.awaitNot(ld.after)
 	case ld.state:
-		h.voidFarewell(ld.id)
+		h.voidPendingFinish(ld.id)
 		h.loads.put(ld.id, ld)
 	}
 	h.taken.row("load", ld.id, guard, ld.state, next, does)
@@ -165,7 +168,7 @@ func (h *Set) StepExpecting(now time.Time, e core.Expecting) {
 		return
 	}
 	switch {
-	case e.Err != nil && ld.former == "" && !errors.Is(e.Err, core.ErrMemory):
+	case e.Err != nil && ld.previousPeer == "" && !errors.Is(e.Err, core.ErrMemory):
 		h.move(ld, whenOutdated, now.Add(h.patience()), false) // what is remembered of P is out of date, most likely
 	case e.Err != nil:
 		h.endLoad(now, ld, whenBroken, Ending{core.Failed, e.Err.Error()}, true)
@@ -185,11 +188,11 @@ func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
 		h.loadTo(ld, whenAccepted, loadWaiting)
 		h.watch(now, ld.peer)
 		h.peers[ld.peer].heard = now
-	case e.Answer == core.LoadAbsent && ld.former == "" && ld.keeper == "":
+	case e.Answer == core.LoadAbsent && ld.previousPeer == "" && ld.confirmedBy == "":
 		h.move(ld, whenAbsent, ld.begun.Add(h.patience()), true)
 	case e.Answer == core.LoadAbsent:
 		h.endLoad(now, ld, whenAbsentAgain, Ending{core.PeerLost, e.Reason}, false)
-	case e.Answer == core.LoadSayHello && ld.former == "":
+	case e.Answer == core.LoadSayHello && ld.previousPeer == "":
 		h.move(ld, whenHello, now.Add(h.patience()), false)
 	case e.Answer == core.LoadSayHello:
 		h.endLoad(now, ld, whenHelloAgain, Ending{core.Failed, e.Reason}, false)
@@ -203,9 +206,9 @@ func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
 }
 
 // move looks P's agent up once more for a load. Another agent may have taken its place, and
-// must be found by until. gone says that nobody listens as the former agent.
+// must be found by until. gone says that nobody listens as the previous agent.
 func (h *Set) move(ld *load, guard Guard, until time.Time, gone bool) {
-	ld.former, ld.until = ld.peer, until
+	ld.previousPeer, ld.until = ld.peer, until
 	h.Count.Retries++
 	forget := core.Forget{Peer: ld.peer, Gone: gone}
 	if fault.On("no-fence-again") {
@@ -311,19 +314,19 @@ func (h *Set) endLoad(now time.Time, ld *load, guard Guard, end Ending, tell boo
 	}
 	ld.end = end
 	var does []core.Action
-	farewell := false
+	keepFinish := false
 	switch {
 	case !tell, ld.state == loadMoving: // nobody is there
 	case ld.state.lookedUp(): // the engine gets its blocks back now; P must still hear of it
-		farewell = !fault.On("farewell-forgotten")
+		keepFinish = !fault.On("pending-finish-forgotten")
 	case !(fault.On("no-finish") && end.Code == core.Cancelled):
 		does = append(does, core.SendFinish{Peer: ld.peer, ID: core.TransferID(ld.id), Code: end.Code, Reason: end.Reason})
 	}
 	switch {
 	case ld.state.lookedUp(), ld.state == loadAwaiting: // nothing is armed
 		h.leaveLoad(ld, guard, does...)
-		if farewell {
-			h.farewell("load", ld.asked, end)
+		if keepFinish {
+			h.keepFinish("load", ld.asked, end)
 		}
 		h.restPeers()
 		return

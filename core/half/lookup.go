@@ -1,3 +1,5 @@
+// P was looked up: the half goes on with the agent that was found, or as one half for each rank, or without P.
+
 package half
 
 import (
@@ -10,7 +12,7 @@ import (
 // restPeers forgets all P agents if nothing waits for one. Tick forgets them one by one, but
 // a machine that is not busy may get no Tick.
 func (h *Set) restPeers() {
-	if len(h.loads.byID)+len(h.claims.byID)+len(h.farewells.byID) == 0 {
+	if len(h.loads.byID)+len(h.claims.byID)+len(h.pendingFinishes.byID) == 0 {
 		clear(h.peers)
 	}
 }
@@ -18,7 +20,7 @@ func (h *Set) restPeers() {
 // StepResolvedParts has a half that was looked up go on as several halves with these ids, one for each rank that was found. All of
 // them are made before the first goes on, since that one may learn that its agent is gone, and then end the others.
 func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.TransferID) {
-	if f := h.farewells.byID[ID(r.ID)]; f != nil && f.seq == r.Seq {
+	if f := h.pendingFinishes.byID[ID(r.ID)]; f != nil && f.seq == r.Seq {
 		var tell []core.Action
 		for i := range r.Found {
 			if fault.On("found-not-told") || fault.On("found-first-told") && i > 0 {
@@ -26,7 +28,7 @@ func (h *Set) StepResolvedParts(now time.Time, r core.ResolvedParts, ids []core.
 			}
 			tell = append(tell, f.finish(r.Found[i].Peer, ids[i]))
 		}
-		h.endFarewell(f, Always, tell...)
+		h.endPendingFinish(f, Always, tell...)
 		h.restPeers()
 	}
 	seq, after := h.seq+1, core.Moment(0)
@@ -76,11 +78,11 @@ func dividedIn(relocating bool) Guard {
 }
 
 func (h *Set) StepResolved(now time.Time, e core.Resolved) {
-	if f := h.farewells.byID[ID(e.ID)]; f != nil && f.seq == e.Seq {
+	if f := h.pendingFinishes.byID[ID(e.ID)]; f != nil && f.seq == e.Seq {
 		if e.Code == core.OK {
-			h.endFarewell(f, whenFound, f.finish(e.Peer, e.ID))
+			h.endPendingFinish(f, whenFound, f.finish(e.Peer, e.ID))
 		} else {
-			h.endFarewell(f, whenUnresolved)
+			h.endPendingFinish(f, whenUnresolved)
 		}
 		h.restPeers()
 	}

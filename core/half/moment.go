@@ -1,3 +1,5 @@
+// Halves wait for moments. A moment that passes, fails or is late is told to each half that waits for it.
+
 package half
 
 import (
@@ -87,7 +89,7 @@ func (h *Set) awaitedBy(now time.Time, at core.Moment, offer func(*Offer), load 
 	for _, w := range w.waiters {
 		of, ld := h.offers[w.id], h.loads.byID[w.id]
 		switch {
-		case w.side == core.SideOffer && of != nil && slices.ContainsFunc(of.growths, func(g growth) bool { return g.after == at }):
+		case w.side == core.SideOffer && of != nil && slices.ContainsFunc(of.pending, func(g pendingBlocks) bool { return g.after == at }):
 			offer(of)
 		case w.side == core.SideLoad && ld != nil && ld.after == at:
 			load(ld)
@@ -98,7 +100,7 @@ func (h *Set) awaitedBy(now time.Time, at core.Moment, offer func(*Offer), load 
 
 // loadAfter has a load await the moment from which on its blocks may be written.
 func (h *Set) loadAfter(now time.Time, ld *load, after core.Moment) {
-	if ld.after = after; ld.Count() == 0 {
+	if ld.after = after; after != 0 && ld.Count() == 0 {
 		ld.after = 0 // nothing is written
 	}
 	h.await(now, ld.after, core.SideLoad, ld.id)
@@ -117,7 +119,7 @@ func (h *Set) loadPassed(now time.Time, ld *load) {
 // the agent has not answered it yet, another agent may take the agent's place, as with a claim. absent says that
 // nobody listens as the agent.
 func (h *Set) loadPeerGone(now time.Time, ld *load, heard time.Time, absent bool, reason string) {
-	if ld.state == loadWaiting || ld.keeper != "" || ld.former != "" {
+	if ld.state == loadWaiting || ld.confirmedBy != "" || ld.previousPeer != "" {
 		guard := whenSilent
 		if absent {
 			guard = whenAbsent
@@ -126,7 +128,7 @@ func (h *Set) loadPeerGone(now time.Time, ld *load, heard time.Time, absent bool
 		return
 	}
 	h.Count.Retries++
-	ld.former, ld.until = ld.peer, later(later(heard, ld.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
+	ld.previousPeer, ld.until = ld.peer, later(later(heard, ld.since).Add(h.patience()), now.Add(h.opt.PeerTimeout/4))
 	ld.peer = ""
 	h.loadTo(ld, whenFirst, loadRelocating, ld.lookUp(true))
 }
@@ -143,17 +145,17 @@ func (h *Set) checkMoments() {
 	}
 	for id, of := range h.offers {
 		whole := false
-		for i := range of.growths {
-			g := &of.growths[i]
+		for i := range of.pending {
+			g := &of.pending[i]
 			invariants.Must(!whole, "offer %q grows when it is whole", id)
 			if whole = g.whole; g.after != 0 {
 				waits[g.after]++
 			}
 		}
-		invariants.Must(len(of.growths) == 0 || of.growths[0].after != 0, "offer %q waits for a moment that has passed", id)
+		invariants.Must(len(of.pending) == 0 || of.pending[0].after != 0, "offer %q waits for a moment that has passed", id)
 		waiting := of.state == offerAwaiting || of.state == offerFinishing
 		invariants.Must(waiting && whole || !waiting && (!whole || of.state == offerWithdrawing), "offer %q in state %v waits for a moment of all: %v", id, of.state, whole)
-		invariants.Must(len(of.growths) == 0 || waiting || of.state == offerPrefill || of.state == offerPartial || of.state == offerWithdrawing, "offer %q in state %v waits for a moment", id, of.state)
+		invariants.Must(len(of.pending) == 0 || waiting || of.state == offerPrefill || of.state == offerPartial || of.state == offerWithdrawing, "offer %q in state %v waits for a moment", id, of.state)
 	}
 	for at, w := range h.moments {
 		invariants.Must(w.waits == waits[at] && w.waits > 0, "%d wait for moment %d, counted %d", waits[at], at, w.waits)

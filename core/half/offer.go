@@ -1,3 +1,5 @@
+// P's half of a transfer. P writes when the engine has given blocks and D's load has come, if the two fit.
+
 package half
 
 import (
@@ -56,17 +58,17 @@ type Offer struct {
 	id        ID
 	state     offerState
 	token     uint64
-	held      kv.Selection // First and Blocks of what the engine has given
-	ready     []uint32     // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
-	sent      []uint32     // ready as it was when the Write under way was last extended
-	growths   []growth     // what becomes ready with moments that have not passed, in the engine's order
-	prompt    uint64       // fingerprint of the prompt whose cache the blocks hold; 0: not said yet
-	offered   time.Time    // zero: the engine has not offered all of it
-	sendAt    time.Time    // when the Write began
-	deadline  time.Time    // end of the lease, or of the wait for the engine
-	endBy     time.Time    // the half ends then, whatever D says; zero: the engine has not offered all of it
-	peer      core.AgentID // the D agent that claims or loads it
-	place     *earlyPlace  // if the transfer is early, or was
+	held      kv.Selection    // First and Blocks of what the engine has given
+	ready     []uint32        // per region: blocks of the prompt, from its start, that are ready; nil: no partial offer was made
+	sent      []uint32        // ready as it was when the Write under way was last extended
+	pending   []pendingBlocks // what becomes ready with moments that have not passed, in the engine's order
+	prompt    uint64          // fingerprint of the prompt whose cache the blocks hold; 0: not said yet
+	offered   time.Time       // zero: the engine has not offered all of it
+	sendAt    time.Time       // when the Write began
+	deadline  time.Time       // end of the lease, or of the wait for the engine
+	endBy     time.Time       // the half ends then, whatever D says; zero: the engine has not offered all of it
+	peer      core.AgentID    // the D agent that claims or loads it
+	place     *earlyPlace     // if the transfer is early, or was
 	load      *core.LoadMessage
 	landed    bool     // D has all bytes
 	share     bool     // the transfer has other offers too
@@ -123,7 +125,7 @@ func (of *Offer) unread() (offerState, Guard) {
 		return offerEarly, whenNew
 	case of.offered.IsZero():
 		return offerPrefill, whenGrowing
-	case len(of.growths) > 0:
+	case len(of.pending) > 0:
 		return offerAwaiting, whenMoment
 	}
 	return offerReady, whenReady
@@ -153,7 +155,7 @@ func (h *Set) Ready(now time.Time, of *Offer, r *core.OfferRequest) {
 	if of.state.ends() {
 		return
 	}
-	if h.grows(now, of, growth{after: r.After, whole: true}) {
+	if h.readyNow(now, of, pendingBlocks{after: r.After, whole: true}) {
 		h.complete(now, of)
 		return
 	}
@@ -242,8 +244,8 @@ func (h *Set) Divide(now time.Time, of *Offer, who Party, ids []core.TransferID)
 		if state == offerEarly {
 			early = h.cameEarly(part, early, who)
 		}
-		for i := range part.growths {
-			h.await(now, part.growths[i].after, core.SideOffer, ID(id))
+		for i := range part.pending {
+			h.await(now, part.pending[i].after, core.SideOffer, ID(id))
 		}
 	}
 	if of != nil {
@@ -267,5 +269,5 @@ func (of *Offer) part(id ID, deadline time.Time) *Offer {
 	for g := range held.Blocks {
 		held.Blocks[g] = slices.Clip(held.Blocks[g]) // each part's list is extended apart
 	}
-	return &Offer{id: id, share: true, token: of.token, held: held, offered: of.offered, deadline: of.deadline, endBy: of.endBy, ready: slices.Clone(of.ready), growths: fault.Pick("shares-forget-moments", slices.Clone(of.growths), nil), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
+	return &Offer{id: id, share: true, token: of.token, held: held, offered: of.offered, deadline: of.deadline, endBy: of.endBy, ready: slices.Clone(of.ready), pending: fault.Pick("shares-forget-moments", slices.Clone(of.pending), nil), prompt: fault.Pick("shares-of-any-prompt", of.prompt, 0)}
 }

@@ -1,3 +1,5 @@
+// An offer ends here, whatever ends it: its write, D's word, the engine, or time.
+
 package half
 
 import (

@@ -1,3 +1,7 @@
+// A peer's message, or the time, may end thousands of offers. A step ends Options.Ends of them at most, or the shares of one transfer
+// more. Then the machine wants Yield, and the user tells it Resume, so that the engine's calls get in between. If a moment fails, or does
+// not pass in time, one step ends all halves that wait for it, since the engine itself has had them wait.
+
 package half
 
 import (
@@ -6,10 +10,6 @@ import (
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// A peer's message, or the time, may end thousands of offers. A step ends Options.Ends of them at most, or the shares of one transfer
-// more. Then the machine wants Yield, and the user tells it Resume, so that the engine's calls get in between. If a moment fails, or does
-// not pass in time, one step ends all halves that wait for it, since the engine itself has had them wait.
 
 // enough says whether this step has ended as many offers as it may.
 func (h *Set) enough() bool {

@@ -1,3 +1,5 @@
+// While prefill goes on, the engine gives the blocks that are ready, and P writes those that D has asked for.
+
 package half
 
 import (
@@ -16,8 +18,8 @@ func (of *Offer) MayGrow(id ID) error {
 	switch {
 	case !of.offered.IsZero():
 		return fmt.Errorf("%w: transfer %q is offered already, so no partial offer can add to it", core.ErrDuplicate, string(id))
-	case len(of.growths) >= maxGrowths:
-		return fmt.Errorf("%w: %d partial offers of transfer %q wait for their moments", core.ErrOverload, len(of.growths), string(id))
+	case len(of.pending) >= maxPending:
+		return fmt.Errorf("%w: %d partial offers of transfer %q wait for their moments", core.ErrOverload, len(of.pending), string(id))
 	}
 	return nil
 }
@@ -38,8 +40,8 @@ func (h *Set) Grow(now time.Time, of *Offer, r *core.PartialOffer) {
 	if of.state.ends() {
 		return // nothing of it is sent any more, whenever it is ready
 	}
-	if g := (growth{after: r.After, ready: r.Ready, regions: r.Regions}); h.grows(now, of, g) {
-		of.grow(h.layout, &g)
+	if g := (pendingBlocks{after: r.After, ready: r.Ready, regions: r.Regions}); h.readyNow(now, of, g) {
+		of.markReady(h.layout, &g)
 		h.extend(now, of)
 	}
 }
@@ -104,7 +106,7 @@ func (of *Offer) CheckPartial(r *core.OfferRequest) error {
 	return nil
 }
 
-func (of *Offer) grow(l *kv.Layout, g *growth) {
+func (of *Offer) markReady(l *kv.Layout, g *pendingBlocks) {
 	more := func(region uint32) {
 		n := kv.OrZero(g.ready, int(l.Regions[region].Group))
 		if fault.On("partial-unready") {

@@ -1,3 +1,5 @@
+// The time in which this process did not run is nobody's silence.
+
 package half
 
 import (

@@ -1,3 +1,5 @@
+// P decides that a D agent is gone: it asks a D whose connections broke whether the agent still listens.
+
 package half
 
 import (

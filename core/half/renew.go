@@ -1,3 +1,5 @@
+// D decides that a P agent is gone: each renewal asks it whether it lives, and which of D's transfers it still knows.
+
 package half
 
 import (

@@ -1,3 +1,5 @@
+// All halves of one machine, and Above, by which they tell who stands above them.
+
 package half
 
 import (
@@ -48,10 +50,10 @@ type Set struct {
 	Count  core.Counters
 
 	// D's half.
-	claims    halves[*claim]
-	loads     halves[*load]
-	farewells halves[*asked]
-	peers     map[core.AgentID]*peer // the P agents that claims and loads wait for
+	claims          halves[*claim]
+	loads           halves[*load]
+	pendingFinishes halves[*asked]
+	peers           map[core.AgentID]*peer // the P agents that claims and loads wait for
 
 	// P's half.
 	offers      map[ID]*Offer
@@ -76,7 +78,7 @@ type Set struct {
 func New(layout *kv.Layout, opt core.Options, above Above) *Set {
 	return &Set{
 		opt: opt, layout: layout, above: above, taken: observer{tell: opt.OnTransition},
-		claims: newHalves[*claim](), loads: newHalves[*load](), farewells: newHalves[*asked](), peers: map[core.AgentID]*peer{},
+		claims: newHalves[*claim](), loads: newHalves[*load](), pendingFinishes: newHalves[*asked](), peers: map[core.AgentID]*peer{},
 		offers: map[ID]*Offer{}, moments: map[core.Moment]*awaited{}, earlyOf: newGreedy(), earlyLoads: newGreedy(), probes: map[core.AgentID]*probe{},
 		Ended: newTombstones(opt.MaxTransfers),
 	}
@@ -104,39 +106,50 @@ func (h *Set) End(answer core.Action) []core.Action {
 	return actions
 }
 
-// halves are all halves of one kind that D has, by their ids. Those that are with one rank of an engine are counted apart.
-type halves[T interface{ withRank() bool }] struct {
-	byID  map[ID]T
-	ranks int
+// outcome is what a half tells who stands above. Only Above knows whether the engine
+// has named the half or the half is a part. Above hears of a half's outcomes after the
+// half's turn and before another half's turn: those of the last turn at the end of the step.
+type outcome struct {
+	claim *claim // one of these three is set
+	load  *load
+	offer *Offer
+	over  bool // the half has ended; else its end has begun
 }
 
-func newHalves[T interface{ withRank() bool }]() halves[T] { return halves[T]{byID: map[ID]T{}} }
-
-func (h *halves[T]) put(id ID, v T) {
-	if _, there := h.byID[id]; !there && v.withRank() {
-		h.ranks++
+// tell has who stands above hear, with the row that a half has just taken, what has become of the half.
+func (h *Set) tell(half string, id ID, o outcome) {
+	word := "Lost"
+	if o.over {
+		word = "Ended"
 	}
-	h.byID[id] = v
+	h.taken.word(half, id, word)
+	h.outcomes = append(h.outcomes, o)
 }
 
-func (h *halves[T]) drop(id ID) {
-	if v, there := h.byID[id]; there && v.withRank() {
-		h.ranks--
+// Settle takes the outcomes to Above, which may end other halves, whose outcomes follow.
+func (h *Set) Settle(now time.Time) {
+	for i := 0; i < len(h.outcomes); i++ {
+		switch o := h.outcomes[i]; {
+		case o.load != nil:
+			h.above.LoadEnded(now, o.load.report(now), o.over)
+		case o.claim != nil:
+			h.above.ClaimEnded(o.claim.report(now), o.over)
+		default:
+			h.above.OfferEnded(now, o.offer)
+		}
 	}
-	delete(h.byID, id)
+	clear(h.outcomes)
+	h.outcomes = h.outcomes[:0]
 }
-
-// whole is how many of the halves are with a whole engine.
-func (h *halves[T]) whole() int { return len(h.byID) - h.ranks }
 
 // Len is how many halves there are, and what P must still hear of others.
 func (h *Set) Len() int {
-	return len(h.claims.byID) + len(h.loads.byID) + len(h.farewells.byID) + len(h.offers)
+	return len(h.claims.byID) + len(h.loads.byID) + len(h.pendingFinishes.byID) + len(h.offers)
 }
 
-// Decodes says whether D has a claim or a load of this id, or a farewell: an end that P must still hear of.
-func (h *Set) Decodes(id ID) (claim, load, farewell bool) {
-	return h.claims.byID[id] != nil, h.loads.byID[id] != nil, h.farewells.byID[id] != nil
+// Decodes says whether D has a claim or a load of this id, or a pending finish: an end that P must still hear of.
+func (h *Set) Decodes(id ID) (claim, load, pendingFinish bool) {
+	return h.claims.byID[id] != nil, h.loads.byID[id] != nil, h.pendingFinishes.byID[id] != nil
 }
 
 // Offer is P's half of this id; nil if there is none.
@@ -146,7 +159,7 @@ func (h *Set) Offer(id ID) *Offer { return h.offers[id] }
 func (h *Set) WholeClaims() int { return h.claims.whole() }
 
 // WholeLoads is the number of loads that are with a whole engine, those included that were cancelled and that P must still hear of.
-func (h *Set) WholeLoads() int { return h.loads.whole() + h.farewells.whole() }
+func (h *Set) WholeLoads() int { return h.loads.whole() + h.pendingFinishes.whole() }
 
 // Backed is how many offers P's engine has announced or offered.
 func (h *Set) Backed() int { return len(h.offers) - h.early }
@@ -206,7 +219,7 @@ func (h *Set) endAll(now time.Time, claim func(*claim), load func(*load), offer 
 	for ld := range turns(h, now, h.loads.byID, nil) {
 		load(ld)
 	}
-	h.voidFarewells() // the end of another part may have made some just now
+	h.voidPendingFinishes() // the end of another part may have made some just now
 	h.restPeers()
 	for of := range turns(h, now, h.offers, nil) {
 		offer(of)

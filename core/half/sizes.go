@@ -1,3 +1,5 @@
+// What others may ask of the halves: how many there are, in which states, and whose blocks are in use.
+
 package half
 
 import (
@@ -9,7 +11,7 @@ import (
 // Sizes counts them; it walks over all loads. What stands above is left out.
 func (h *Set) Sizes() core.Sizes {
 	s := core.Sizes{
-		Loads: len(h.loads.byID) + len(h.claims.byID) + len(h.farewells.byID), Claims: len(h.claims.byID), Peers: len(h.peers),
+		Loads: len(h.loads.byID) + len(h.claims.byID) + len(h.pendingFinishes.byID), Claims: len(h.claims.byID), Peers: len(h.peers),
 		Offers: len(h.offers), Early: h.early, Probes: len(h.probes), Moments: len(h.moments), Ended: h.Ended.Len(),
 	}
 	for _, c := range h.claims.byID {
@@ -52,34 +54,34 @@ func (h *Set) At(s core.Side, id ID) (peer core.AgentID, state string) {
 		return ld.peer, ld.state.String()
 	case c != nil:
 		return c.peer, c.state.String()
-	case h.farewells.byID[id] != nil:
-		return "", "farewell"
+	case h.pendingFinishes.byID[id] != nil:
+		return "", "pending-finish"
 	}
 	return "", "-"
 }
 
-// Given returns the transfers whose blocks may be read or written, now or later.
-func (h *Set) Given() (names []core.TransferID) {
+// InUse returns the transfers whose blocks may be read or written, now or later.
+func (h *Set) InUse() (names []core.TransferID) {
 	for id, ld := range h.loads.byID {
 		if ld.Count() > 0 {
 			names = append(names, h.above.Name(id))
 		}
 	}
 	for id, of := range h.offers {
-		if of.Given() {
+		if of.InUse() {
 			names = append(names, h.above.Name(id))
 		}
 	}
 	return names
 }
 
-// Given says whether blocks of an offer may be read, now or later.
-func (of *Offer) Given() bool {
+// InUse says whether blocks of an offer may be read, now or later.
+func (of *Offer) InUse() bool {
 	return of.held.Count() > 0 || of.state.sending() || of.state.stopping()
 }
 
-// GivenLoad says whether there is a load of that id whose blocks may be written, now or later.
-func (h *Set) GivenLoad(id ID) bool {
+// LoadInUse says whether there is a load of that id whose blocks may be written, now or later.
+func (h *Set) LoadInUse(id ID) bool {
 	ld := h.loads.byID[id]
 	return ld != nil && ld.Count() > 0
 }

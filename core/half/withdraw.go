@@ -1,3 +1,5 @@
+// If P's engine takes the blocks of a partial offer back, P stops the write, and D loads the transfer anew.
+
 package half
 
 import (

@@ -12,21 +12,21 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// keeper is a P agent's machine whose engine has named nothing.
-type keeper struct {
+// accountsRig is a P agent's machine whose engine has named nothing.
+type accountsRig struct {
 	machine.Told
 	t     *testing.T
 	now   time.Time
 	ended int // offers
 }
 
-func newKeeper(t *testing.T, places int) *keeper {
+func newAccountsRig(t *testing.T, places int) *accountsRig {
 	t.Helper()
 	l, err := kv.NewLayout([]kv.Region{{Name: "k", Base: 1 << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1 << 18}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	k := &keeper{t: t, now: time.Unix(0, 0)}
+	k := &accountsRig{t: t, now: time.Unix(0, 0)}
 	k.Machine = machine.New(l, core.Options{MaxTransfers: places, EarlyLoad: 2 * time.Second, OnTransition: func(c core.Transition) {
 		if c.Half == "offer" && c.To == "-" {
 			k.ended++
@@ -35,7 +35,7 @@ func newKeeper(t *testing.T, places int) *keeper {
 	return k
 }
 
-func (k *keeper) claim(account, from string, ids ...core.TransferID) (out []core.Status) {
+func (k *accountsRig) claim(account, from string, ids ...core.TransferID) (out []core.Status) {
 	answers := k.Tell(k.now, core.RenewMessage{From: core.AgentID(from), Account: core.Account(account), Claims: ids}).(core.AnswerRenew).Answers
 	for _, a := range answers {
 		out = append(out, a.Status)
@@ -43,16 +43,16 @@ func (k *keeper) claim(account, from string, ids ...core.TransferID) (out []core
 	return out
 }
 
-func (k *keeper) load(account, from string, id core.TransferID, blocks int) core.Code {
+func (k *accountsRig) load(account, from string, id core.TransferID, blocks int) core.Code {
 	return k.Tell(k.now, core.LoadMessage{ID: id, Peer: core.AgentID(from), Account: core.Account(account), Grant: []byte("g"),
 		Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{make([]kv.BlockID, blocks)}}}).(core.AnswerLoad).Code
 }
 
 // early says whether a transfer, or a share of one, has a place.
-func (k *keeper) early(id core.TransferID) bool { return k.StateOf(core.SideOffer, id) == "early" }
+func (k *accountsRig) early(id core.TransferID) bool { return k.StateOf(core.SideOffer, id) == "early" }
 
 // rest tells Resume for as long as the machine wants it, and returns all actions.
-func (k *keeper) rest() (all []core.Action) {
+func (k *accountsRig) rest() (all []core.Action) {
 	k.t.Helper()
 	for range 1000 {
 		yields := false
@@ -81,7 +81,7 @@ func share(id core.TransferID, k int) core.TransferID {
 // TestPlacesByAccount: the agents that one makes share what one account gets, however many they are. Within an account the agent
 // with the most gives way, and in equal accounts who comes has no right to more.
 func TestPlacesByAccount(t *testing.T) {
-	k := newKeeper(t, 64)
+	k := newAccountsRig(t, 64)
 	for i := range 64 {
 		if got := k.claim("evil", fmt.Sprint("e", i), named("evil%d", i)); got[0] != core.StatusEarly {
 			t.Fatal(i, got)
@@ -116,7 +116,7 @@ func TestPlacesByAccount(t *testing.T) {
 
 // TestWordsByAccount: what the agents that one makes say of the ends of unknown transfers pushes out what they themselves have said.
 func TestWordsByAccount(t *testing.T) {
-	k := newKeeper(t, 16)
+	k := newAccountsRig(t, 16)
 	for i := range 4 {
 		k.Tell(k.now, core.FinishMessage{From: "d", Account: "good", ID: named("good%d", i), Code: core.Cancelled})
 	}
@@ -132,7 +132,7 @@ func TestWordsByAccount(t *testing.T) {
 
 // TestClaimGivesWay: a claim that gives way is forgotten, and its D is told nothing. It asks again, and has its place when there is room.
 func TestClaimGivesWay(t *testing.T) {
-	k := newKeeper(t, 2)
+	k := newAccountsRig(t, 2)
 	k.claim("a", "d", "one", "two")
 	if got := k.claim("b", "e", "three"); got[0] != core.StatusEarly || k.early("two") || !k.early("one") {
 		t.Fatal(got)
@@ -159,7 +159,7 @@ func TestClaimGivesWay(t *testing.T) {
 // that are newer, or older, give way before it.
 func TestSharesGiveWayTogether(t *testing.T) {
 	const shares = kv.MaxShares
-	k := newKeeper(t, 3*shares)
+	k := newAccountsRig(t, 3*shares)
 	for _, id := range []core.TransferID{"old", "loaded", "new"} {
 		k.claim("a", "d", share(id, 0))
 	}
@@ -196,7 +196,7 @@ func TestSharesGiveWayTogether(t *testing.T) {
 // TestLoadInSharesGivesWay: a load that must give way does so with all its shares.
 func TestLoadInSharesGivesWay(t *testing.T) {
 	const shares = kv.MaxShares
-	k := newKeeper(t, shares)
+	k := newAccountsRig(t, shares)
 	if code := k.load("a", "d", share("loaded", 0), 4); code != core.OK {
 		t.Fatal(code)
 	}
@@ -226,11 +226,11 @@ func TestLoadInSharesGivesWay(t *testing.T) {
 func TestWorkOfOneStep(t *testing.T) {
 	const most = 1024
 	for what, c := range map[string]struct {
-		fill func(k *keeper)
+		fill func(k *accountsRig)
 		then core.Event
 		left int
 	}{
-		"a lapse": {func(k *keeper) {
+		"a lapse": {func(k *accountsRig) {
 			for i := range most {
 				k.load("a", "d", named("t%d", i), 1)
 			}
@@ -240,7 +240,7 @@ func TestWorkOfOneStep(t *testing.T) {
 			}
 			k.now = k.now.Add(900 * time.Millisecond)
 		}, core.Tick{}, 0},
-		"a D that is gone": {func(k *keeper) {
+		"a D that is gone": {func(k *accountsRig) {
 			for i := range most {
 				k.load("a", "d", named("t%d", i), 1)
 			}
@@ -249,13 +249,13 @@ func TestWorkOfOneStep(t *testing.T) {
 				k.Tell(k.now, core.ProbeReplied{Peer: "d", Absent: true})
 			}
 		}, core.ProbeReplied{Peer: "d", Absent: true}, 0},
-		"shares that take the places of others": {func(k *keeper) {
+		"shares that take the places of others": {func(k *accountsRig) {
 			for i := range most {
 				k.claim("a", "d", named("t%d", i))
 			}
 		}, core.RenewMessage{From: "e", Account: "b", Claims: []core.TransferID{
 			share("s0", 0), share("s1", 0), share("s2", 0), share("s3", 0), share("s4", 0), share("s5", 0), share("s6", 0), share("s7", 0)}}, most},
-		"block ids that take the place of many small loads": {func(k *keeper) {
+		"block ids that take the place of many small loads": {func(k *accountsRig) {
 			const large = 1<<22/kv.MaxBlocks - 1
 			for i := range large {
 				k.load("a", "d", named("t%d", i), kv.MaxBlocks)
@@ -267,7 +267,7 @@ func TestWorkOfOneStep(t *testing.T) {
 			Selection: kv.Selection{First: []uint32{0}, Blocks: [][]kv.BlockID{make([]kv.BlockID, kv.MaxBlocks)}}}, -1},
 	} {
 		t.Run(what, func(t *testing.T) {
-			k := newKeeper(t, most)
+			k := newAccountsRig(t, most)
 			c.fill(k)
 			k.rest()
 			began := k.Sizes().Early

@@ -1,3 +1,8 @@
+// With Options.ReportDemands each announced transfer gets a Report of SideDemand before
+// its offer. The Report says that D's load is here, and so that D has room for the transfer, or
+// that the transfer has ended, so that the engine can spare the work. If an engine begins only on
+// D's demand, it does not fill its memory with caches that no D can take yet.
+
 package machine
 
 import (
@@ -9,11 +14,6 @@ import (
 	"github.com/kvconn/kvconn/internal/invariants"
 	"github.com/kvconn/kvconn/kv"
 )
-
-// With Options.ReportDemands each announced transfer gets a Report of SideDemand before
-// its offer. The Report says that D's load is here, and so that D has room for the transfer, or
-// that the transfer has ended, so that the engine can spare the work. If an engine begins only on
-// D's demand, it does not fill its memory with caches that no D can take yet.
 
 // demanded reports an announced transfer when all the loads that it waits for are here. If the engine's cancel or Close ends a
 // transfer's shares, the end of the last share reports it.

@@ -1,16 +1,17 @@
+// D's side of the engine's calls: which claim or load may begin, and what becomes of one of a transfer that several P ranks have
+// (fan-in). Each part of such a one is a claim or load of its own, with one peer. The engine knows only the transfer.
+
 package machine
 
 import (
 	"cmp"
+	"fmt"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/half"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// D's fan-in: a claim or load of a transfer that several P ranks have. Each part is a
-// claim or load of its own, with one peer. The engine knows only the transfer.
 
 // parts has what the fan-ins of claims and of loads have in common.
 type parts struct {
@@ -59,6 +60,70 @@ func (m above) Divided(now time.Time, whole core.Report, ids []core.TransferID, 
 	} else {
 		m.fans.loads[p.id] = loadOf(p, whole.Token, whole.Blocks, now.Add(-whole.Elapsed))
 	}
+}
+
+// mayClaim says whether a claim of this id is to begin. If it is not and there is no error, the engine has claimed or loads the
+// transfer already.
+func (m *Machine) mayClaim(id core.TransferID) (bool, error) {
+	claimed, loading, _ := m.halves.Decodes(half.ID(id))
+	switch {
+	case claimed, loading, m.fans.claims[id] != nil, m.fans.loads[id] != nil:
+		return false, nil
+	case m.namedClaims() >= m.opt.MaxTransfers:
+		return false, m.overload("claims")
+	}
+	return true, nil
+}
+
+// mayLoad says why a load must not begin. Cancelled loads that P must still hear of have a place too, but one of this
+// id gives its place up. A load without blocks lets go of the transfer: it is never refused because there is no room.
+func (m *Machine) mayLoad(r *core.LoadRequest) error {
+	_, loading, pendingFinish := m.halves.Decodes(half.ID(r.ID))
+	if loading || m.fans.loads[r.ID] != nil {
+		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", core.ErrDuplicate, string(r.ID))
+	}
+	n := m.halves.WholeLoads() + len(m.fans.loads)
+	if pendingFinish {
+		n--
+	}
+	if n >= m.opt.MaxTransfers && r.Count() > 0 {
+		return m.overload("loads")
+	}
+	return nil
+}
+
+func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans.claims) }
+
+// With Options.ReportClaims, if a load of a claim could only fail, the engine gets a Report of
+// SideClaim for the claim, one for all parts. Then the machine forgets the claim. So an engine
+// that queues a request until it has blocks hears earlier that its P is gone. If a LoadRequest
+// follows all the same, it ends as the claim did.
+
+// wasLost says whether the newest claim of an id was reported.
+func (m *Machine) wasLost(id core.TransferID) bool { return m.lost.Get(id).Code != core.OK }
+
+// loadOfLost reports a load whose claim was lost, with the end of the claim, and says whether it has
+// reported one. A load without blocks never fails.
+func (m *Machine) loadOfLost(r *core.LoadRequest) bool {
+	lost := m.lost.Get(r.ID)
+	if lost.Code == core.OK || lost.From != r.From {
+		return false
+	}
+	lost.Side, lost.Token, lost.Blocks, lost.Elapsed = core.SideLoad, r.Token, r.Count(), 0
+	if lost.Blocks == 0 {
+		lost.Code, lost.Reason = core.OK, half.NothingToLoad
+	}
+	m.halves.Act(lost)
+	return true
+}
+
+// Untold is how many Reports of claims may still come without a further call of the
+// engine: with Options.ReportClaims, one for each claim that has not ended.
+func (m *Machine) Untold() int {
+	if !m.opt.ReportClaims {
+		return 0
+	}
+	return m.namedClaims()
 }
 
 // loadClaimedParts begins a load of a transfer whose claim has parts, and says whether it

@@ -23,12 +23,12 @@ func TestPeerGoneWhileAClaimIsDivided(t *testing.T) {
 	answer := func(act core.Action) { // nobody hears a renewal
 		switch v := act.(type) {
 		case core.Resolve:
-			peer := map[core.TransferID]core.AgentID{"kept": "silent", "divided": "former"}[v.ID]
+			peer := map[core.TransferID]core.AgentID{"kept": "silent", "divided": "previous"}[v.ID]
 			if !v.Fresh {
 				m.Tell(now, core.Resolved{ID: v.ID, Seq: v.Seq, Peer: peer})
 			}
 		case core.SendRenew:
-			m.Tell(now, core.RenewReplied{Renewal: v, Absent: v.Peer == "former", Err: errors.New("no answer")})
+			m.Tell(now, core.RenewReplied{Renewal: v, Absent: v.Peer == "previous", Err: errors.New("no answer")})
 		}
 	}
 	answerAll := func() (seq uint64) {

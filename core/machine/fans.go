@@ -24,24 +24,6 @@ func (m above) Demanded(id half.ID) bool            { return m.demands[nameOf(id
 func (m above) Loaded(id half.ID)                   { m.demanded(nameOf(id)) }
 func (m above) Forgotten(id half.ID)                { delete(m.fans.offers, nameOf(id)) }
 
-// underWay says whether the engine has claimed a transfer, or loads it.
-func (m *Machine) underWay(id core.TransferID) (claimed, loading bool) {
-	claimed, loading, _ = m.halves.Decodes(half.ID(id))
-	return claimed || m.fans.claims[id] != nil, loading || m.fans.loads[id] != nil
-}
-
-func (m *Machine) namedClaims() int { return m.halves.WholeClaims() + len(m.fans.claims) }
-
-// namedLoads is how many loads the engine has named, besides one of this id. Cancelled
-// loads that P must still hear of count too.
-func (m *Machine) namedLoads(id core.TransferID) int {
-	n := m.halves.WholeLoads() + len(m.fans.loads)
-	if _, _, farewell := m.halves.Decodes(half.ID(id)); farewell {
-		n--
-	}
-	return n
-}
-
 // checkFanIns checks the parts of D's halves, and their counts; only in builds with the tag "invariants".
 func (m *Machine) checkFanIns() {
 	left := map[core.TransferID]int{}
@@ -83,5 +65,13 @@ func (m *Machine) checkFanOuts() {
 	}
 	for id := range m.halves.IDs(core.SideOffer) {
 		invariants.Must(!isPart(id) || m.fans.offers[nameOf(id)] != nil, "offer %q is a part of none", id)
+	}
+}
+
+// checkLost checks the reported claims; only in builds with the tag "invariants".
+func (m *Machine) checkLost() {
+	m.lost.Check("lost claims")
+	for id := range m.halves.IDs(core.SideClaim) {
+		invariants.Must(!m.wasLost(nameOf(id)), "claim %q was reported as lost and is under way", id)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvconn/kvconn/core"
@@ -192,11 +193,8 @@ func (m *Machine) stepClaim(now time.Time, r core.ClaimRequest) error {
 	if err := m.checkTarget(r.ID, r.From); err != nil {
 		return err
 	}
-	if claimed, loading := m.underWay(r.ID); claimed || loading {
-		return nil
-	}
-	if m.namedClaims() >= m.opt.MaxTransfers {
-		return m.overload("claims")
+	if may, err := m.mayClaim(r.ID); !may {
+		return err
 	}
 	if m.wasLost(r.ID) { // an earlier claim of the id
 		m.lost.Put(r.ID, core.Report{})
@@ -212,13 +210,8 @@ func (m *Machine) stepLoad(now time.Time, r core.LoadRequest) error {
 	if err := r.CheckLoad(m.layout); err != nil {
 		return fmt.Errorf("%w: load %q: %w", core.ErrInvalid, string(r.ID), err)
 	}
-	if _, loading := m.underWay(r.ID); loading {
-		return fmt.Errorf("%w: transfer %q is being loaded already; give each request a transfer_id of its own", core.ErrDuplicate, string(r.ID))
-	}
-	// A load without blocks lets go of the transfer: it is never refused because there is no
-	// room.
-	if m.namedLoads(r.ID) >= m.opt.MaxTransfers && r.Count() > 0 {
-		return m.overload("loads")
+	if err := m.mayLoad(&r); err != nil {
+		return err
 	}
 	m.halves.Count.Loaded++
 	if !m.loadOfLost(&r) && !m.loadClaimedParts(now, r) {
@@ -243,8 +236,8 @@ func (m *Machine) stepCancel(now time.Time, e core.Cancel) error {
 		return err
 	}
 	end := half.Ending{Code: core.Cancelled, Reason: cmp.Or(e.Reason, "cancelled by the decode engine")}
-	_, _, farewell := m.halves.Decodes(half.ID(e.ID))
-	decodes := slices.Contains([]bool{farewell, m.wasLost(e.ID), // and all that there are end:
+	_, _, pendingFinish := m.halves.Decodes(half.ID(e.ID))
+	decodes := slices.Contains([]bool{pendingFinish, m.wasLost(e.ID), // and all that there are end:
 		m.dropClaim(e.ID, half.Always, end), m.endLoad(now, e.ID, end)}, true)
 	m.halves.Settle(now)
 	if !decodes || m.halfOf(e.ID) != nil {
@@ -260,6 +253,16 @@ func (m *Machine) check(id core.TransferID) error {
 	}
 	if m.closed {
 		return core.ErrClosed
+	}
+	return nil
+}
+
+func checkID[T ~string](id T) error {
+	if len(id) == 0 || len(id) > core.MaxTransferID {
+		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
+	}
+	if strings.Contains(string(id), core.PartSeparator) {
+		return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
 	}
 	return nil
 }

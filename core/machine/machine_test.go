@@ -152,10 +152,10 @@ func (s *script) ask(m *scripted, what string, id core.TransferID) (said string,
 	switch what {
 	case "reading":
 		return fmt.Sprint(m.Reading(id)), true
-	case "given":
-		given := m.Given()
-		slices.Sort(given)
-		return fmt.Sprint(slices.Compact(given)), true
+	case "in-use":
+		inUse := m.InUse()
+		slices.Sort(inUse)
+		return fmt.Sprint(slices.Compact(inUse)), true
 	case "state":
 		if id != "" {
 			return fmt.Sprintf("load %s, offer %s", m.StateOf(core.SideLoad, id), m.StateOf(core.SideOffer, id)), true

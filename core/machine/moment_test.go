@@ -55,9 +55,9 @@ func TestMomentOfMany(t *testing.T) {
 	}
 }
 
-// TestGrowthsInAnyOrder: moments of partial offers pass from the last to the first. Nothing
+// TestPendingInAnyOrder: moments of partial offers pass from the last to the first. Nothing
 // is read until the first has passed. More than 4096 of them are refused.
-func TestGrowthsInAnyOrder(t *testing.T) {
+func TestPendingInAnyOrder(t *testing.T) {
 	if machine.Raced {
 		t.Skip("one goroutine: it runs without the race detector, in a tenth of the time")
 	}

@@ -1,3 +1,5 @@
+// What P's engine says of a transfer reaches the transfer's offer or, if it has shares, all of them.
+
 package machine
 
 import (
@@ -10,8 +12,6 @@ import (
 	"github.com/kvconn/kvconn/core/half"
 	"github.com/kvconn/kvconn/internal/fault"
 )
-
-// What P's engine says of a transfer reaches the transfer's offer or, if it has shares, all of them.
 
 func (m *Machine) stepAnnounce(now time.Time, id core.TransferID) error {
 	if err := m.check(id); err != nil {

@@ -1,3 +1,8 @@
+// If several ranks of an engine have a share of a transfer, each part is a transfer of its
+// own below the engine's call: it has an id of its own (PartID), and so its own claim,
+// lease, grant and fence. The engine knows one id only. Fan-in (D) and fan-out (P) give it
+// one Report for all parts.
+
 package machine
 
 import (
@@ -9,23 +14,18 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// If several ranks of an engine have a share of a transfer, each part is a transfer of its
-// own below the engine's call: it has an id of its own (PartID), and so its own claim,
-// lease, grant and fence. The engine knows one id only. Fan-in (D) and fan-out (P) give it
-// one Report for all parts.
-
 // MaxPartID is the longest id that PartID gives: [kv.MaxShares] has two digits, [kv.MaxSources] five.
 const MaxPartID = core.MaxTransferID + 16
 
 // PartID is the id of a share of a transfer, on the wire and in the transports of
 // both sides.
 func PartID(id core.TransferID, s kv.Share) core.TransferID {
-	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, core.PartMark, s.K, s.Of, s.Source))
+	return core.TransferID(fmt.Sprintf("%s%s%d/%d@%d", id, core.PartSeparator, s.K, s.Of, s.Source))
 }
 
 // splitPart is the reverse of PartID; ok says that part is a well formed id of a part.
 func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
-	base, text, found := strings.Cut(string(part), core.PartMark)
+	base, text, found := strings.Cut(string(part), core.PartSeparator)
 	if !found || len(part) > MaxPartID {
 		return "", kv.Share{}, false
 	}
@@ -38,17 +38,7 @@ func splitPart[T ~string](part T) (id core.TransferID, s kv.Share, ok bool) {
 	return id, s, checkID(id) == nil && s.Check() == nil && string(PartID(id, s)) == string(part)
 }
 
-func checkID[T ~string](id T) error {
-	if len(id) == 0 || len(id) > core.MaxTransferID {
-		return fmt.Errorf("%w: transfer_id %.40q has %d bytes, want 1 to %d", core.ErrInvalid, string(id), len(id), core.MaxTransferID)
-	}
-	if isPart(id) {
-		return fmt.Errorf("%w: transfer_id %.40q holds a NUL byte", core.ErrInvalid, string(id))
-	}
-	return nil
-}
-
-func isPart[T ~string](id T) bool { return strings.Contains(string(id), core.PartMark) }
+func isPart[T ~string](id T) bool { return strings.Contains(string(id), core.PartSeparator) }
 
 // checkWireID is checkID for what a peer names: an id, or a part of one.
 func checkWireID(id core.TransferID) error {

@@ -38,7 +38,7 @@ type transitionRow struct {
 }
 
 // tableHeads stand above the tables.
-var tableHeads = map[string]string{"Claims (D):": "claim", "Farewells (D), each of a claim or load that has ended while P was looked up:": "farewell", "Loads (D):": "load", "Offers (P):": "offer"}
+var tableHeads = map[string]string{"Claims (D):": "claim", "Pending finishes (D), each of a claim or load that has ended while P was looked up:": "pending-finish", "Loads (D):": "load", "Offers (P):": "offer"}
 
 // readTransitions reads the tables of the package's documentation.
 func readTransitions(t testing.TB) transitionTable {
@@ -165,11 +165,11 @@ func TestStepTakesEachEvent(t *testing.T) {
 // stateNames are what the states of a half are called.
 func stateNames(t testing.TB, half string) []string {
 	t.Helper()
-	least := 6
-	if half == "farewell" {
-		least = 1
+	file, least := half, 6
+	if half == "pending-finish" {
+		file, least = "asked", 1
 	}
-	names := stringsOf(t, half)
+	names := stringsOf(t, file)
 	if len(names) < least {
 		t.Fatalf("a %s has the states %v", half, names)
 	}
@@ -244,7 +244,7 @@ func TestGuardsAlone(t *testing.T) {
 // TestTransitions: each state of the code is in the tables, and each state and event of the tables in
 // the code. TestSim and TestTranscripts check what happens.
 func TestTransitions(t *testing.T) {
-	states := map[string]map[string]bool{"claim": {}, "farewell": {}, "load": {}, "offer": {}}
+	states := map[string]map[string]bool{"claim": {}, "pending-finish": {}, "load": {}, "offer": {}}
 	for key, row := range readTransitions(t) {
 		for _, s := range []string{key.from, row.to} {
 			if s != "-" {

@@ -196,12 +196,12 @@ func (d *Devices) Epoch() (n uint64) {
 	return n
 }
 
-// Renewal is memory that lies under the regions in the place of what was registered.
-type Renewal []*cuda.Renewal
+// Remapping is memory that lies under the regions in the place of what was registered.
+type Remapping []*cuda.Remapping
 
 // Look finds the memory that lies under the regions now, which takes milliseconds.
-func (d *Devices) Look() (Renewal, error) {
-	var all Renewal
+func (d *Devices) Look() (Remapping, error) {
+	var all Remapping
 	for _, dev := range d.list {
 		n, err := dev.Look()
 		if err != nil {
@@ -214,7 +214,7 @@ func (d *Devices) Look() (Renewal, error) {
 
 // Take takes the memory for what was registered, and says whether it did: another may have taken some since
 // Look. It takes no time. No transfer is under way.
-func (r Renewal) Take() bool {
+func (r Remapping) Take() bool {
 	for _, n := range r {
 		if !n.Current() {
 			return false

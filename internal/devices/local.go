@@ -1,3 +1,5 @@
+// The devices as package local sees them.
+
 package devices
 
 import (

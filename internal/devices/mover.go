@@ -1,3 +1,5 @@
+// The devices as package tcp sees them: slots, and copies between these and registered memory.
+
 package devices
 
 import (

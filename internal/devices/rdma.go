@@ -1,3 +1,5 @@
+// The devices as package rdma sees them: memory that cards can register, and scratch memory to try them.
+
 package devices
 
 import (

@@ -1,5 +1,7 @@
 //go:build faults
 
+// In a build with the tag faults the place that KVCONN_FAULT names is broken.
+
 package fault
 
 import "os"

@@ -1,3 +1,5 @@
+// What the kernel shows of GPUs: the driver's modules, PCI functions, and the bridges above them.
+
 package gpuhost
 
 import (

@@ -1,3 +1,5 @@
+// By its boot id a host is known until it is started anew.
+
 package hostenv
 
 import (

@@ -1,3 +1,5 @@
+// A server's connections have places. If all are taken, one that waits or takes too much gives way to a new one.
+
 package httpserve
 
 import (

@@ -1,3 +1,5 @@
+// Memory that Go's heap has free, and that its scavenger would pass over, is taken once and dropped.
+
 package memrelease
 
 import (

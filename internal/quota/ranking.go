@@ -8,7 +8,7 @@ import (
 // Ranking is who holds how much of something that has a limit for all together, and who gives way so that somebody may have more.
 // An owner is what costs something to be: a proven key, or an address. Its holders cost it nothing: they are its connections, or its
 // agents. So an owner counts with all that its holders have: many that hold little are one that holds much. What a holder has that gives way
-// already is on its way back, and counts for nobody.
+// already is on its way back, and counts for nobody; Held and HoldsMost say how much that is.
 //
 // The owner that holds the most gives way, and of its holders the one that holds the most. None gives way to one that would then hold as
 // much or more. A Ranking has no lock and no limit: these are its user's.
@@ -29,9 +29,7 @@ func (r *Ranking[O, H]) Add(owner O, holder H, n int64) {
 	o := r.owner(owner)
 	h := o.in.get(holder)
 	h.weight += n
-	if !h.ending {
-		o.weight += n
-	}
+	*o.sum(h.ending) += n
 	o.in.fix(h)
 	r.fix(o)
 }
@@ -40,10 +38,9 @@ func (r *Ranking[O, H]) Add(owner O, holder H, n int64) {
 func (r *Ranking[O, H]) End(owner O, holder H) {
 	o := r.owner(owner)
 	h := o.in.get(holder)
-	if !h.ending {
-		h.ending = true
-		o.weight -= h.weight
-	}
+	*o.sum(h.ending) -= h.weight
+	h.ending = true
+	*o.sum(h.ending) += h.weight
 	o.in.fix(h)
 	r.fix(o)
 }
@@ -58,9 +55,7 @@ func (r *Ranking[O, H]) Remove(owner O, holder H) {
 	if h == nil {
 		return
 	}
-	if !h.ending {
-		o.weight -= h.weight
-	}
+	*o.sum(h.ending) -= h.weight
 	if o.in.remove(h); len(o.in.list) == 0 {
 		r.owners.remove(o)
 		return
@@ -79,6 +74,13 @@ func (r *Ranking[O, H]) Gives(owner O, holder H, more int64) (victim H, ok bool)
 	if most := r.owners.first(); most != nil && most.weight > has+more {
 		return r.Most()
 	}
+	return r.GivesOwn(owner, holder, more)
+}
+
+// GivesOwn is who gives way of an owner's holders so that this one may have so much more: one that has more than it would have. False: nobody but
+// the holder itself.
+func (r *Ranking[O, H]) GivesOwn(owner O, holder H, more int64) (victim H, ok bool) {
+	own := r.owners.by[owner]
 	if own == nil {
 		return victim, false
 	}
@@ -103,6 +105,25 @@ func (r *Ranking[O, H]) Of(owner O, holder H) int64 {
 		return o.in.by[holder].weight
 	}
 	return 0
+}
+
+// Held is how much an owner's holders have: those that stay, and those that give way already.
+func (r *Ranking[O, H]) Held(owner O) (stay, ending int64) {
+	if o := r.owners.by[owner]; o != nil {
+		return o.weight, o.leaving
+	}
+	return 0, 0
+}
+
+// HoldsMost says whether no other owner's holders have more, those that give way already included. It looks at every owner.
+func (r *Ranking[O, H]) HoldsMost(owner O) bool {
+	stay, ending := r.Held(owner)
+	for _, o := range r.owners.list {
+		if o.weight+o.leaving > stay+ending {
+			return false
+		}
+	}
+	return true
 }
 
 // Holders is how many are known.
@@ -135,11 +156,20 @@ type level[K comparable, V any] struct {
 }
 
 type entry[K comparable, V any] struct {
-	key    K
-	weight int64
-	ending bool // it gives way already, or all of it does
-	at     int  // in the list
-	in     V    // an owner's holders
+	key     K
+	weight  int64 // an owner's: of the holders that stay
+	leaving int64 // an owner's: of those that give way already
+	ending  bool  // it gives way already, or all of it does
+	at      int   // in the list
+	in      V     // an owner's holders
+}
+
+// sum is what an owner's holders have that give way already, or of those that stay.
+func (e *entry[K, V]) sum(ending bool) *int64 {
+	if ending {
+		return &e.leaving
+	}
+	return &e.weight
 }
 
 // get is a key's entry, which it makes if there is none.

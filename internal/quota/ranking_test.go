@@ -139,10 +139,10 @@ func TestRankingOfMany(t *testing.T) {
 		}
 		asks, more := rnd.IntN(4), rnd.Int64N(8)
 		who := 10*asks + rnd.IntN(4)
-		want, wantOK, most := 0, false, sum(asks)+more
+		want, wantOK, above := 0, false, sum(asks)+more
 		for o := range 4 {
-			if k, h := largest(o); h != nil && sum(o) > most {
-				want, wantOK, most = k, true, sum(o)
+			if k, h := largest(o); h != nil && sum(o) > above {
+				want, wantOK, above = k, true, sum(o)
 			}
 		}
 		if !wantOK {
@@ -163,12 +163,33 @@ func TestRankingOfMany(t *testing.T) {
 		if got, ok := r.Most(); got != mostOf || ok != mostOK {
 			t.Fatalf("step %d: %d, %v has the most; want %d, %v", step, got, ok, mostOf, mostOK)
 		}
-		var own int64
+		var has int64
 		if h := model[asks][who]; h != nil {
-			own = h.n
+			has = h.n
 		}
-		if got := r.Of(asks, who); got != own {
-			t.Fatalf("step %d: %d has %d, want %d", step, who, got, own)
+		if got := r.Of(asks, who); got != has {
+			t.Fatalf("step %d: %d has %d, want %d", step, who, got, has)
+		}
+		all := func(owner int) (n int64) {
+			for _, h := range model[owner] {
+				n += h.n
+			}
+			return n
+		}
+		most := true
+		for o := range 4 {
+			most = most && all(o) <= all(asks)
+		}
+		if stay, ending := r.Held(asks); stay != sum(asks) || stay+ending != all(asks) || r.HoldsMost(asks) != most {
+			t.Fatalf("step %d: %d has %d and %d, the most: %v; want %d of %d, %v", step, asks, stay, ending, r.HoldsMost(asks), sum(asks), all(asks), most)
+		}
+		var own int
+		var ownOK bool
+		if k, h := largest(asks); h != nil && h.n > has+more {
+			own, ownOK = k, true
+		}
+		if got, ok := r.GivesOwn(asks, who, more); got != own || ok != ownOK {
+			t.Fatalf("step %d: of its own %d, %v; want %d, %v", step, got, ok, own, ownOK)
 		}
 		if got, ok := r.Gives(asks, who, more); got != want || ok != wantOK {
 			t.Fatalf("step %d: %d, %v; want %d, %v", step, got, ok, want, wantOK)

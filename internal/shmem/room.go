@@ -1,3 +1,5 @@
+// How much memory this process may take before the kernel would end a process for it.
+
 package shmem
 
 import (

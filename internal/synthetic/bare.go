@@ -1,3 +1,6 @@
+// The bare loop is what tcp is held against: blocking calls of writev and readv over the same
+// blocks, on as many connections, with a thread for each end of each, and nothing else.
+
 package synthetic
 
 import (
@@ -15,9 +18,6 @@ import (
 
 	"github.com/kvconn/kvconn/kv"
 )
-
-// The bare loop is what tcp is held against: blocking calls of writev and readv over the same
-// blocks, on as many connections, with a thread for each end of each, and nothing else.
 
 // One call has at most so many blocks and bytes. More did not make it faster.
 const (

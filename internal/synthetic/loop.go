@@ -1,3 +1,5 @@
+// What local is held against: the same blocks read or copied in a loop, and nothing else.
+
 package synthetic
 
 import (
@@ -54,10 +56,10 @@ func (p *Pool) ReadLoop(pid int, base uint64, src, dst []kv.BlockID) (bytes int,
 }
 
 // CopyFrom copies blocks of all layers out of another pool of this process.
-func (p *Pool) CopyFrom(far *Pool, src, dst []kv.BlockID) {
+func (p *Pool) CopyFrom(source *Pool, src, dst []kv.BlockID) {
 	for l := range p.layers {
 		for i := range src {
-			copy(p.mem[(l*p.blocks+int(dst[i]))*p.block:][:p.block], far.mem[(l*p.blocks+int(src[i]))*p.block:][:p.block])
+			copy(p.mem[(l*p.blocks+int(dst[i]))*p.block:][:p.block], source.mem[(l*p.blocks+int(src[i]))*p.block:][:p.block])
 		}
 	}
 }

@@ -1,3 +1,5 @@
+// The second process has a prefill agent, runs the first one's commands, and answers each.
+
 package synthetic
 
 import (

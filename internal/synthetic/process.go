@@ -1,3 +1,5 @@
+// The first process starts the second one, asks it, and stops it.
+
 package synthetic
 
 import (

@@ -18,7 +18,7 @@ class Rank:
 
     @property
     def name(self) -> str:
-        """As agents write it."""
+        """In the form in which agents write it."""
         return f"dp{self.dp_rank} tp{self.tp_rank} pp{self.pp_rank}"
 
 

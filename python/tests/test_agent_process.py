@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +111,47 @@ assert not left, left
     assert r.returncode == 0, r.stderr
 
 
+def test_killed_with_a_child(tmp_path: Path) -> None:
+    """A child that was forked has the lock of its parent's folder too. The folder of a killed agent goes while the child lives."""
+    token = '{"engine_id": "e", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "nats_token": "sixteen-characters"}'
+    r = run(
+        f"""
+import json, os, signal, time, kvconn
+agent = kvconn.Agent(json.loads('{token}') | {{"role": "prefill"}})
+child = os.fork()
+if child == 0:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    time.sleep(100)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        TMPDIR=str(tmp_path),
+    )
+    assert r.returncode == -signal.SIGKILL, r.stdout + r.stderr
+    child = int(r.stdout)
+    try:
+        (folder,) = tmp_path.glob("kvconn-nats-*")
+        assert str(folder / "lock") in [os.readlink(each) for each in Path(f"/proc/{child}/fd").iterdir()]
+        r = run(
+            f"""
+import json, os, sys, time, kvconn
+with kvconn.Agent(json.loads('{token}') | {{"role": "decode"}}):
+    until = time.monotonic() + 60
+    while left := os.listdir("{tmp_path}"):
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
+""",
+            TMPDIR=str(tmp_path),
+        )
+        assert r.returncode == 0, r.stdout + r.stderr
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_host_process_stays_small() -> None:
     # A thread that is blocked in a system call for long on a busy machine has Go make another: so the best of a few.
     tries = [small_process() for _ in range(5)]
@@ -150,6 +193,7 @@ def test_command_line() -> None:
     assert row["block_bytes"] == 16384 and row["total_bytes"] == 8 << 20 and row["transfers"] == 5 and row["median_gb_per_s"] > 0
     assert set(row) >= {"transport", "best_gb_per_s", "iperf3_gb_per_s"}
     assert row["transport"] == "local" and row["process_vm_readv_gb_per_s"] > 0 and row["with_token_median_gb_per_s"] > 0, row
+    assert row["how"] == "process_vm_readv" and row["memcpy_gb_per_s"] > 0 and "memcpy_of_shared_memory_gb_per_s" not in row, row
     r = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True, timeout=120)
     found = json.loads(r.stdout)
     assert found["local"]["available"] and found["local"]["tried"] and found["auto"].startswith("local with engines of this host"), found
@@ -157,6 +201,19 @@ def test_command_line() -> None:
         r = subprocess.run([*command, *args], capture_output=True, text=True, timeout=60)
         assert r.returncode == 2 or (args == ["proxy"] and r.returncode != 0), (args, r)
         assert says in r.stderr, (args, r.stderr)
+
+
+def test_bench_of_shared_memory() -> None:
+    """What local maps is measured beside memcpy out of such memory, in JSON and in words."""
+    command = [sys.executable, "-m", "kvconn", "bench", "--memory", "shared", "--block", "16K", "--total", "8M", "--rounds", "2"]
+    r = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
+    (row,) = json.loads(r.stdout)["results"]
+    figures = [row[of + "_gb_per_s"] for of in ("median", "process_vm_readv", "memcpy", "memcpy_of_shared_memory")]
+    assert (row["transport"], row["how"]) == ("local", "mapping") and all(figure > 0 for figure in figures), row
+    r = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = r"by mapping; .* plain loop ([\d.]+) .* memcpy by one thread ([\d.]+) .* out of shared memory ([\d.]+) GB/s"
+    found = re.search(said, r.stdout)
+    assert found and all(float(figure) > 0 for figure in found.groups()), r.stdout + r.stderr
 
 
 def test_environment_is_the_one_of_now(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from shard_sides import Side, model_of, run
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm_engine import BLOCK, prefill_kv, until
+from vllm_sides import FakeAgent
 
 from kvconn.vllm.groups import Group, make_groups
+from kvconn.vllm.load_log import LoadLog
+from kvconn.vllm.metadata import LoadWork
 from kvconn.vllm.shards import Shard
 
 BYTES = 2 * 64 * BLOCK  # of a rank's block: layers, bytes of a token
@@ -202,3 +205,18 @@ def test_groups_under_dcp() -> None:
     assert make_groups(caches[2], 2) == [Group(0, BLOCK, state=True)]
     with pytest.raises(ValueError, match="layer a: a KV cache of SlidingWindowSpec with DCP = 2 is not supported"):
         make_groups(caches[3], 2)
+
+
+def test_log_has_a_line_for_a_rank_that_has_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    """With the rank's own blocks: the scheduler's second block has the last token of 33, and rank 1 has none of its tokens."""
+    caplog.set_level("INFO", "kvconn.vllm")
+    log = LoadLog("dp0 tp1 pp0", Shard(1, 2, 1, (BLOCK,)))
+    agent = FakeAgent()
+    agent.ends("t", "load")
+    (there,) = agent.get_finished()
+    work = LoadWork("r", "t", "http://p:8998", "p", [[5, 6]], [0], 33)
+    log.put(there._replace(transport=""), work, 0.0)
+    log.put(there, work, 0.0)
+    log.close()
+    (line,) = (record.message.partition("kvconn load ")[2] for record in caplog.records)
+    assert (json.loads(line)["rank"], json.loads(line)["blocks"]) == ("dp0 tp1 pp0", 1)

@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 
 import torch
 import vllm.v1
+from state_sides import short_conv
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST, KVCacheSpecRegistry
 
@@ -111,6 +112,16 @@ def test_pool_of_the_host_is_refused() -> None:
     config.kv_cache_groups[0].host_resident = True
     with pytest.raises(ValueError, match="FullAttentionSpec in a pool of the host"):
         make_groups(config)
+
+
+def test_states_beside_a_pool_of_the_host_are_refused() -> None:
+    config, state = grouped(spec("FullAttentionSpec")), grouped(short_conv(align=True))
+    config.kv_cache_groups[0].host_resident = True
+    config.kv_cache_groups.extend(state.kv_cache_groups)
+    with pytest.raises(ValueError, match="a KV cache of MambaSpec beside a pool of the host"):
+        make_groups(config, loads_only=True)
+    config.kv_cache_groups[0].host_resident = False
+    assert [group.state for group in make_groups(config, loads_only=True)] == [False, True]
 
 
 def test_what_is_carried_is_not_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: these run in the environment of `make e2e`", allow_module_level=True)
 
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm_sides import (
     BLOCK,
     Status,
@@ -187,6 +188,19 @@ def test_decode_aborted_during_its_load_is_cancelled() -> None:
     (cancel,) = side.build_meta(0).cancels
     assert cancel.of_load
     assert side.waits()  # until the worker says that no byte can land any more
+
+
+def test_load_of_which_each_block_is_another_request_s_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """A load without blocks is silent, so vLLM would wait for ever."""
+    side, req = decode_side(), request(40, decode_params())
+    side.matched_tokens(req, 0)
+    blocks = [KVCacheBlock(block) for block in ids(3)[0]]
+    for block in blocks:
+        block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"h"), 0))
+    side.after_alloc(req, ids(3), 40, [blocks])
+    meta = side.build_meta(0)
+    assert [work.req_id for work in meta.refusals] == [req.request_id] and all(work.silent for work in meta.loads)
+    assert "vLLM has given no block for 40 tokens" in caplog.text
 
 
 def test_load_at_a_prefill_engine_fails(caplog: pytest.LogCaptureFixture) -> None:

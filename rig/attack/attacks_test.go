@@ -233,7 +233,7 @@ func TestHostThatRenews(t *testing.T) {
 	for i := range 100 {
 		h.load(t, p, d, fmt.Sprint("honest", i))
 	}
-	got(t, "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", "start_load at most %.2f ms, %s, %s", d.slowest, h.beside(t, calm), d.growth(t))
+	got(t, "start_load 14.8 s, 6 of 8 honest loads failed, 870 MiB", "start_load at most %.2f ms, %s, %s", d.slowest, h.comparedWith(t, calm), d.growth(t))
 	if !raced && d.slowest > 1000 {
 		t.Errorf("the longest start_load took %.1f ms", d.slowest)
 	}
@@ -285,6 +285,6 @@ func TestAnswersThatNobodyReads(t *testing.T) {
 			h.load(t, p, d, fmt.Sprint("beside", h.all))
 		}
 	}
-	got(t, "5.4 GiB held after 25 MB sent", "%s, %s", p.growth(t), h.beside(t, calm))
+	got(t, "5.4 GiB held after 25 MB sent", "%s, %s", p.growth(t), h.comparedWith(t, calm))
 	settle(t, p, d)
 }

@@ -89,5 +89,5 @@ func TestBytesThatDrip(t *testing.T) {
 	if after := d.say("bytes").Bytes["0"]; after != before {
 		t.Errorf("%d bytes landed after the load had ended", before-after)
 	}
-	got(t, "decode's blocks kept for as long as it drips", "blocks back after %.1f s of load_timeout_s 3, 0 bytes later, %s", took.Seconds(), h.beside(t, calm))
+	got(t, "decode's blocks kept for as long as it drips", "blocks back after %.1f s of load_timeout_s 3, 0 bytes later, %s", took.Seconds(), h.comparedWith(t, calm))
 }

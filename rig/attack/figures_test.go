@@ -108,8 +108,8 @@ const loadsBefore = 25
 // slack is what a median may be longer by beside twice the one before: the machine runs the attack too.
 const slack = 50 * time.Millisecond
 
-// beside holds the loads that were made during an attack to those before it.
-func (h *honest) beside(t testing.TB, calm *honest) string {
+// comparedWith holds the loads that were made during an attack to those before it.
+func (h *honest) comparedWith(t testing.TB, calm *honest) string {
 	t.Helper()
 	if !raced && h.well*100 < h.all*99 { // under the race detector an agent is some ten times slower: a hello may take too long
 		t.Errorf("%d of %d honest loads beside it went well", h.well, h.all)
@@ -124,7 +124,7 @@ func (h *honest) beside(t testing.TB, calm *honest) string {
 // machine too.
 func (h *honest) went(t testing.TB) string {
 	t.Helper()
-	if !raced && h.well != h.all { // under the race detector an agent is some ten times slower, as in beside
+	if !raced && h.well != h.all { // under the race detector an agent is some ten times slower, as in comparedWith
 		t.Errorf("%d of %d honest loads went well", h.well, h.all)
 	}
 	return fmt.Sprintf("%d of %d honest loads well, median %.1f ms", h.well, h.all, h.median().Seconds()*1000)

@@ -226,7 +226,7 @@ func TestRouterFlood(t *testing.T) {
 			v.watch()
 			v.peak = v.mib("VmHWM")
 			h.all, h.well = h.all+during.all, h.well+during.well // its times are those of a machine that makes the flood
-			got(t, a.before, "%s, %s", h.beside(t, calm), v.growth(t))
+			got(t, a.before, "%s, %s", h.comparedWith(t, calm), v.growth(t))
 			if a.name == "the longest bodies" {
 				settle(t, v)
 			}
@@ -289,5 +289,5 @@ func TestRouterGreedyClient(t *testing.T) {
 	v.watch()
 	v.peak = v.mib("VmHWM")
 	h.all, h.well = h.all+during.all, h.well+during.well // its times are those of a machine that makes the flood
-	got(t, "0 honest requests well of 2 MiB, for as long as the client goes on (at 92e162a)", "%s, %s", h.beside(t, calm), v.growth(t))
+	got(t, "0 honest requests well of 2 MiB, for as long as the client goes on (at 92e162a)", "%s, %s", h.comparedWith(t, calm), v.growth(t))
 }

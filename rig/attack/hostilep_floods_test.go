@@ -178,6 +178,6 @@ func TestEnormousEntries(t *testing.T) {
 			}
 		}
 	}
-	got(t, "not tried", "start_load at most %.2f ms, %s, %s", d.slowest, h.beside(t, calm), d.growth(t))
+	got(t, "not tried", "start_load at most %.2f ms, %s, %s", d.slowest, h.comparedWith(t, calm), d.growth(t))
 	settle(t, p, d)
 }

@@ -57,8 +57,8 @@ func (f *framesOfHosts) begin(e *hostilePrefill, s **evilStream, id string, bloc
 	return l
 }
 
-// beside makes an honest load, and looks whether it has brought what it should.
-func (f *framesOfHosts) beside() {
+// honestLoad makes an honest load, and looks whether it has brought what it should.
+func (f *framesOfHosts) honestLoad() {
 	f.t.Helper()
 	f.h.load(f.t, f.p, f.d, honestID(f.h.all))
 	if got := f.d.say("bytes 20 4").Bytes; got["170"] != fourBlocks {
@@ -108,9 +108,9 @@ func TestFramesOfAMetPrefill(t *testing.T) {
 		}
 		f.s = nil // the stream is over
 		f.d.holds("a frame "+c.name, c.lands)
-		f.beside()
+		f.honestLoad()
 	}
-	got(t, "0 foreign bytes taken for good", "0 bytes beside the load's blocks, 0 of %d loads taken for good, %s, %s", rounds*len(cases), f.h.beside(t, f.calm), f.d.growth(t))
+	got(t, "0 foreign bytes taken for good", "0 bytes beside the load's blocks, 0 of %d loads taken for good, %s, %s", rounds*len(cases), f.h.comparedWith(t, f.calm), f.d.growth(t))
 }
 
 // TestForeignGrants: a host sends frames under the grant of a load from another host, as if both were
@@ -139,9 +139,9 @@ func TestForeignGrants(t *testing.T) {
 		if r := f.d.report(fmt.Sprint("mine", i)); r.Code != "ok" {
 			t.Errorf("its own load: %+v", r)
 		}
-		f.beside()
+		f.honestLoad()
 	}
-	got(t, "0 foreign bytes taken for good", "0 bytes, %d loads under those grants well, %s, %s", rounds, f.h.beside(t, f.calm), f.d.growth(t))
+	got(t, "0 foreign bytes taken for good", "0 bytes, %d loads under those grants well, %s, %s", rounds, f.h.comparedWith(t, f.calm), f.d.growth(t))
 }
 
 // TestFramesAfterTheEnd: a host that decode has met begins a frame. Decode's engine cancels the load,
@@ -170,9 +170,9 @@ func TestFramesAfterTheEnd(t *testing.T) {
 			frame(frameData, l.Grant, 0, fourBlocks, foreignBytes), frame(frameData, unknown, 0, 0, nil))
 		f.s.hears(frameNack, unknown)
 		f.d.holds("late frames", 0)
-		f.beside()
+		f.honestLoad()
 	}
-	got(t, "0 bytes changed", "0 bytes changed after %d ends, %s, %s", rounds, f.h.beside(t, f.calm), f.d.growth(t))
+	got(t, "0 bytes changed", "0 bytes changed after %d ends, %s, %s", rounds, f.h.comparedWith(t, f.calm), f.d.growth(t))
 }
 
 // TestFramesThatNeverEnd: a host that decode has met sends a byte on each stream that decode opens,
@@ -195,7 +195,7 @@ func TestFramesThatNeverEnd(t *testing.T) {
 		}
 	}()
 	for f.h.all < loadsBefore {
-		f.beside()
+		f.honestLoad()
 	}
 	r := f.d.report("endless")
 	if r.Code == "ok" || !strings.Contains(r.Reason, "load_timeout_s") {
@@ -206,5 +206,5 @@ func TestFramesThatNeverEnd(t *testing.T) {
 		f.d.holds("the load's end", 0)
 	}
 	close(over)
-	got(t, "not tried", "blocks back when load_timeout_s is over, %d streams later, 0 bytes after it, %s, %s", <-done, f.h.beside(t, f.calm), f.d.growth(t))
+	got(t, "not tried", "blocks back when load_timeout_s is over, %d streams later, 0 bytes after it, %s, %s", <-done, f.h.comparedWith(t, f.calm), f.d.growth(t))
 }

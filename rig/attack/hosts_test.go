@@ -67,6 +67,6 @@ func TestManyHosts(t *testing.T) {
 	for i := range loadsBefore {
 		h.load(t, p, d, fmt.Sprint("honest", i))
 	}
-	got(t, "1.6 GiB held (at d8c09e5)", "start_load at most %.2f ms, %s, %s", d.slowest, h.beside(t, calm), d.growth(t))
+	got(t, "1.6 GiB held (at d8c09e5)", "start_load at most %.2f ms, %s, %s", d.slowest, h.comparedWith(t, calm), d.growth(t))
 	settle(t, p, d)
 }

@@ -137,7 +137,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 	}
 
 	h, listens, says := &honest{}, 0, 0
-	beside := func() { h.load(t, p, d, fmt.Sprint("beside", h.all)) }
+	load := func() { h.load(t, p, d, fmt.Sprint("beside", h.all)) }
 	for _, subject := range []string{ // what others are asked and answered
 		"kvconn.v1.agent." + spoken(p.id) + ".>", "kvconn.v1.agent." + spoken(d.id) + ".>", "kvconn.v1.agent.*.*.*.*", "kvconn.v1.join.>", "kvconn.>",
 		"_INBOX." + spoken(p.id) + ".>", "_INBOX." + spoken(d.id) + ".>", "_INBOX.>", "_R_.>", "$KV.>", "$JS.API.>", "$SYS.>", ">",
@@ -151,7 +151,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 				t.Errorf("it listens at %s", subject)
 			}
 		}
-		beside()
+		load()
 	}
 	publish := []string{ // in another's name, in another's place
 		"kvconn.v1.agent." + spoken(p.id) + "." + spoken(d.id), "kvconn.v1.agent." + spoken(d.id) + "." + spoken(p.id), "kvconn.v1.agent." + spoken(p.id) + ".x", "kvconn.v1.join." + mine,
@@ -169,7 +169,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 		if says++; !barred(t, nc) {
 			t.Errorf("it says something at %s", subject)
 		}
-		beside()
+		load()
 	}
 	// Who hears a message may answer it: it has one sent to itself that wants its answer at others' subjects.
 	for _, subject := range publish {
@@ -185,7 +185,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 				t.Errorf("it says something at %s, and wants the answer at %s", say[0], say[1])
 			}
 		}
-		beside()
+		load()
 	}
 	for _, api := range apis { // its account has no JetStream, and imports two subjects
 		if m, err := nc.Request(natsRegistry+"."+api+"."+natsStream, []byte("{}"), bound); !errors.Is(err, nats.ErrNoResponders) {
@@ -199,7 +199,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		beside()
+		load()
 	}
 	if m, err := nc.Request("kvconn.v1.agent."+spoken(p.id)+"."+mine, data, bound); err != nil || wire.Decode(m.Data, new(wire.Reply)) != nil || !strings.Contains(string(m.Data), "sealed messages only") {
 		t.Errorf("its own hello, plain: %+v, %v", m, err)
@@ -217,7 +217,7 @@ func TestStrangerAtANATSServer(t *testing.T) {
 		t.Errorf("a new decode engine: %+v", l)
 	}
 	got(t, "not tried; README's permissions let each user hear, ask and answer as any other",
-		"0 of %d subjects heard, 0 of %d said, no entry written, %s", listens, says, h.beside(t, calm))
+		"0 of %d subjects heard, 0 of %d said, no entry written, %s", listens, says, h.comparedWith(t, calm))
 }
 
 // TestTokenHolderAtANATSServer: where a NATS server asks for one token, all who have it are one
@@ -260,5 +260,5 @@ func TestTokenHolderAtANATSServer(t *testing.T) {
 		}
 		worst = max(worst, time.Since(began))
 	}
-	got(t, "one entry that cannot be read: no new decode engine until prefill's restart", "a new decode engine loads %.1f s later, %s", worst.Seconds(), h.beside(t, calm))
+	got(t, "one entry that cannot be read: no new decode engine until prefill's restart", "a new decode engine loads %.1f s later, %s", worst.Seconds(), h.comparedWith(t, calm))
 }

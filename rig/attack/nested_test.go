@@ -53,5 +53,5 @@ func TestRouterNestedAnswer(t *testing.T) {
 	}
 	v.watch()
 	v.peak = v.mib("VmHWM")
-	got(t, "3,300 MiB held for one answer", "%d answers: %s, %s", sent, h.beside(t, calm), v.growth(t))
+	got(t, "3,300 MiB held for one answer", "%d answers: %s, %s", sent, h.comparedWith(t, calm), v.growth(t))
 }

@@ -138,5 +138,5 @@ func TestObserverAtANATSServer(t *testing.T) {
 	if newcomers.well != newcomers.all {
 		t.Errorf("%d of %d new decode engines got their load", newcomers.well, newcomers.all)
 	}
-	got(t, "tickets, their secrets, grants and transfer ids, in the clear", "0 of %d transfer ids in %d messages, %d false answers, %s", len(ids), sealed, e.said, h.beside(t, calm))
+	got(t, "tickets, their secrets, grants and transfer ids, in the clear", "0 of %d transfer ids in %d messages, %d false answers, %s", len(ids), sealed, e.said, h.comparedWith(t, calm))
 }

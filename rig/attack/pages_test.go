@@ -49,6 +49,6 @@ func TestPagesWithoutEnd(t *testing.T) {
 	if asked := pages.Load(); asked == 0 {
 		t.Error("nobody asked for a page: the attack itself has failed")
 	}
-	got(t, "417 MiB by a load, 1,041 MiB by four claims (at 1a5364a)", "%d pages and %d entries asked for, start_load at most %.2f ms, %s, %s", pages.Load(), reads.Load(), d.slowest, h.beside(t, calm), d.growth(t))
+	got(t, "417 MiB by a load, 1,041 MiB by four claims (at 1a5364a)", "%d pages and %d entries asked for, start_load at most %.2f ms, %s, %s", pages.Load(), reads.Load(), d.slowest, h.comparedWith(t, calm), d.growth(t))
 	settle(t, p, d)
 }

@@ -81,5 +81,5 @@ func TestPrefillOfManyPieces(t *testing.T) {
 	if bytes := d.say("bytes").Bytes; bytes["170"] != 4*layers*blockBytes {
 		t.Errorf("the decode engine has %v", bytes)
 	}
-	got(t, "1,126 MiB held for 300 loads", "%s, %s", d.growth(t), h.beside(t, calm))
+	got(t, "1,126 MiB held for 300 loads", "%s, %s", d.growth(t), h.comparedWith(t, calm))
 }

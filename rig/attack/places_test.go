@@ -108,7 +108,7 @@ func TestControlConnections(t *testing.T) {
 	if ended.Load() == 0 && !raced {
 		t.Error("no place was given up")
 	}
-	got(t, "6 of 6 new decode engines out, an idle one too, 28 to 1,006 MiB (at 1a5364a)", "%s, %d connections, %s", h.beside(t, calm), in.Load(), p.growth(t))
+	got(t, "6 of 6 new decode engines out, an idle one too, 28 to 1,006 MiB (at 1a5364a)", "%s, %d connections, %s", h.comparedWith(t, calm), in.Load(), p.growth(t))
 	settleKeeping(t, 20, p) // Go frees no descriptor of a goroutine, of which there were 10,000, and describes a heap of 200 MiB
 }
 
@@ -156,7 +156,7 @@ func TestManyHellos(t *testing.T) {
 	if n := said.Load(); n < int64(ids)*9/10 {
 		t.Errorf("prefill has answered %d hellos of %d: the attack itself has failed", n, ids)
 	}
-	got(t, "6 of 6 new decode engines refused (at 1a5364a)", "%s, %d hellos, %s", h.beside(t, calm), said.Load(), p.growth(t))
+	got(t, "6 of 6 new decode engines refused (at 1a5364a)", "%s, %d hellos, %s", h.comparedWith(t, calm), said.Load(), p.growth(t))
 	settleKeeping(t, 20, p) // it remembers 4,096 engines, as docs/security.md says
 }
 

@@ -150,7 +150,7 @@ func TestHTTPConnections(t *testing.T) {
 			s.end()
 			p.peak = max(p.peak, p.mib("VmHWM"))
 			got(t, "the oldest connection of all gave way, an honest one too (read at aa8c3ce1)", "%d connections opened, %s, of newcomers %s, %s",
-				s.opened.Load(), h.beside(t, calm), n.went(t), p.growth(t))
+				s.opened.Load(), h.comparedWith(t, calm), n.went(t), p.growth(t))
 		})
 	}
 }
@@ -204,7 +204,7 @@ func TestDataConnections(t *testing.T) {
 			s.end()
 			p.peak = max(p.peak, p.mib("VmHWM"))
 			got(t, "the oldest connection of all gave way, an honest one too (read at aa8c3ce1)", "%d connections opened, %s, of newcomers %s, %s",
-				s.opened.Load(), h.beside(t, calm), n.went(t), p.growth(t))
+				s.opened.Load(), h.comparedWith(t, calm), n.went(t), p.growth(t))
 		})
 	}
 }
@@ -212,7 +212,7 @@ func TestDataConnections(t *testing.T) {
 // TestTableOfRanks: where there is no token a stranger fills the table of ranks with the longest names, and reads what the port says of it
 // slowly, while it changes the table. An honest rank was refused, and 4.1 GiB were held. Now the rank gets in, and little is held.
 func TestTableOfRanks(t *testing.T) {
-	const places = 1024
+	const places, told = 1024, 896 // as many may come by POST /register
 	p := start(t, map[string]any{"role": "prefill"})
 	d := start(t, map[string]any{"role": "decode"})
 	calm := before(t, p, d)
@@ -237,7 +237,7 @@ func TestTableOfRanks(t *testing.T) {
 			in++
 		}
 	}
-	if in < places-1 || register(rogue, "one more", places+1, "a") == http.StatusOK {
+	if in < told || register(rogue, "one more", places+1, "a") == http.StatusOK {
 		t.Errorf("%d ranks of a stranger are in the table of %d: the attack itself has failed", in, places)
 	}
 	for i := range 40 {
@@ -263,5 +263,5 @@ func TestTableOfRanks(t *testing.T) {
 	}
 	n := newcomers(t, p, "new", 2)
 	p.peak = max(p.peak, p.mib("VmHWM"))
-	got(t, "an honest rank was refused (read at aa8c3ce1)", "it is registered beside %d of a stranger's, %s, of newcomers %s, %s", in, h.beside(t, calm), n.went(t), p.growth(t))
+	got(t, "an honest rank was refused (read at aa8c3ce1)", "it is registered beside %d of a stranger's, %s, of newcomers %s, %s", in, h.comparedWith(t, calm), n.went(t), p.growth(t))
 }

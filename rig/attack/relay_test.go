@@ -134,6 +134,6 @@ func TestHostBetween(t *testing.T) {
 			t.Fatalf("its own load: %+v, %v", rep, err)
 		}
 		await(t, "byte of its own load", came)
-		got(t, "another client's 32,768 bytes, in plain text", "%d bytes (token %q), %s", stolen, token, h.beside(t, calm))
+		got(t, "another client's 32,768 bytes, in plain text", "%d bytes (token %q), %s", stolen, token, h.comparedWith(t, calm))
 	}
 }

@@ -100,7 +100,7 @@ func TestEntryOfAnotherEngine(t *testing.T) {
 				t.Errorf("%d of %d bytes are the attacker's", taken, newcomers*4*layers*blockBytes)
 			}
 			got(t, "32,768 of 32,768 bytes in each of 4 loads (at the end of the first half)",
-				"%d of %d bytes, %d of %d newcomers load after %d loads that were refused, %s", taken, newcomers*4*layers*blockBytes, well, newcomers, refused, h.beside(t, calm))
+				"%d of %d bytes, %d of %d newcomers load after %d loads that were refused, %s", taken, newcomers*4*layers*blockBytes, well, newcomers, refused, h.comparedWith(t, calm))
 		})
 	}
 }

@@ -213,7 +213,7 @@ func TestNotice(t *testing.T) {
 			t.Fatalf("%s hit %d", f.kind, f.hits)
 		}
 	}
-	if l.ordered("d0", 1, half{core.SideLoad, "b"}, 0, 0); !l.entries[entryKey{"d0", 1, half{core.SideLoad, "b"}}].troubled {
+	if l.ordered("d0", 1, half{core.SideLoad, "b"}, 0, 0); !l.entries[entryKey{"d0", 1, half{core.SideLoad, "b"}}].underFault {
 		t.Error("a half that was ordered under a fault does not know of it")
 	}
 	l.event("p0", 4, event{Op: evOpened, Agent: "fourth"})
@@ -231,7 +231,7 @@ func TestNotice(t *testing.T) {
 	for _, f := range []*fault{cut, kill, late} {
 		l.over(f)
 	}
-	if e := l.ordered("d0", 1, half{core.SideLoad, "c"}, 0, 0); e.troubled {
+	if e := l.ordered("d0", 1, half{core.SideLoad, "c"}, 0, 0); e.underFault {
 		t.Error("a half is ordered under a fault that is over")
 	}
 	kill.victim.life = 3

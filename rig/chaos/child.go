@@ -1,3 +1,5 @@
+// The driver starts an engine's process, kills it and starts it again, and asks it by commands.
+
 package chaos
 
 import (

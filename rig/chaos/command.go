@@ -1,3 +1,5 @@
+// What the driver and an engine's process say to each other, a line of JSON at a time.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// A small file system can be filled up, so that the engines find no room for their files.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// How the halves of one part of the overload have ended is waited for, told and demanded.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// An engine's process: an agent and its memory, which performs the driver's commands and tells what came of them.
+
 package chaos
 
 import (

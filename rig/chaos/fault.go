@@ -1,3 +1,5 @@
+// Faults are drawn and injected, several at a time, and one for each target.
+
 package chaos
 
 import (

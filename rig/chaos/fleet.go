@@ -1,3 +1,5 @@
+// The engines of a run, the relays between them, and how all of it is started, healed, drained and ended.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// The books of a run: each half that was ordered, how it ended, and which fault its end is put down to.
+
 package chaos
 
 import (
@@ -42,7 +44,7 @@ type entry struct {
 	took       time.Duration // the call
 	done       chan struct{} // closed with the end
 	hits       []*fault      // that began while it was under way
-	troubled   bool          // a fault was on when it was ordered
+	underFault bool          // a fault was on when it was ordered
 	overloaded bool
 	exhausted  bool
 }
@@ -120,7 +122,7 @@ func (l *ledger) ordered(child string, life int, h half, prefill, decode int) *e
 		l.end(e, halfGone)
 	}
 	for f := range l.on {
-		e.troubled = e.troubled || f.affects(e)
+		e.underFault = e.underFault || f.affects(e)
 	}
 	return e
 }
@@ -375,7 +377,7 @@ func (l *ledger) cause(e *entry) (f *fault, alone, anew bool) {
 	if survived != nil && e.code == core.NotOffered {
 		f, anew = survived, true
 	}
-	return f, n == 1 && !e.troubled, anew
+	return f, n == 1 && !e.underFault, anew
 }
 
 // figures are the usual ones of a list of times.

@@ -1,3 +1,5 @@
+// The parts that overload one agent: 10,000 loads at once, 1,000 aborts, halves that nobody joins.
+
 package chaos
 
 import (

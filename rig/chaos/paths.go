@@ -1,3 +1,5 @@
+// The parts in which RDMA's paths are lost: one in the middle of transfers, then all.
+
 package chaos
 
 import (

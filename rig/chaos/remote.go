@@ -1,3 +1,5 @@
+// An engine may run on another host, and its driver here.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// What a run has found, as a table and as a verdict.
+
 package chaos
 
 import (

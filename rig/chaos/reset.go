@@ -1,3 +1,5 @@
+// The part in which all connections between two agents that live break at once.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// The driver in the place of a router: it plans transfers and carries them out at both engines.
+
 package chaos
 
 import (

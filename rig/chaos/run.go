@@ -1,3 +1,5 @@
+// A run is its parts: the faults under traffic, and each part of the overload.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// The part in which some D take their bytes slowly, beside fast ones of the same P.
+
 package chaos
 
 import (
@@ -21,8 +23,8 @@ func (o *Options) slowPeers() int {
 // and then.
 const dripRate, slowRate = 1 << 20, 64 << 10
 
-// besideBound is how much longer a load may take beside slow D's.
-const besideBound = 2
+// contentionBound is how much longer a load may take beside slow D's.
+const contentionBound = 2
 
 // runSlow: many D's that take their bytes slowly, then more slowly, and then not at all, beside fast ones of the same P.
 func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
@@ -53,15 +55,15 @@ func runSlow(ctx context.Context, opt *Options, led *ledger) (partRow, error) {
 			under = append(append(under, loads...), offers...)
 		}
 		start := now()
-		dripping := f.beside(ctx, opt, fast, alone)
+		dripping := f.contended(ctx, opt, fast, alone)
 		for d := range many {
 			f.relays[0][d].data.Set(faultnet.Impairment{Rate: slowRate})
 		}
-		throttled := f.beside(ctx, opt, fast, alone)
+		throttled := f.contended(ctx, opt, fast, alone)
 		for d := range many {
 			f.D[d].signal(syscall.SIGSTOP)
 		}
-		stopped := f.beside(ctx, opt, fast, alone)
+		stopped := f.contended(ctx, opt, fast, alone)
 		for d := range many {
 			f.D[d].signal(syscall.SIGCONT)
 			f.restore(f.relays[0][d].data)
@@ -84,13 +86,13 @@ const noise = 20 * time.Millisecond
 
 // fair says whether loads beside others took about as long as alone.
 func (p pace) fair(alone pace) bool {
-	return p.N > 0 && alone.N > 0 && p.Median <= besideBound*alone.Median+noise
+	return p.N > 0 && alone.N > 0 && p.Median <= contentionBound*alone.Median+noise
 }
 
 // again is the pace alone when the slow ones have gone. If the machine is busier than it was, it is what the others are judged by. What
 // stays much slower has been harmed for good.
 func (f *fleet) again(ctx context.Context, opt *Options, fast []int, before pace) pace {
-	after := f.beside(ctx, opt, fast, before)
+	after := f.contended(ctx, opt, fast, before)
 	f.led.slower("nobody, after them,", before, after)
 	if after.Median > before.Median {
 		return after
@@ -99,18 +101,18 @@ func (f *fleet) again(ctx context.Context, opt *Options, fast []int, before pace
 }
 
 // slower writes down that loads took too long beside others.
-func (l *ledger) slower(beside string, alone, p pace) {
+func (l *ledger) slower(condition string, alone, p pace) {
 	if p.fair(alone) {
 		return
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.miss("beside %s %d loads take %v, and %d alone %v: %d times that and %v are the bound", beside, p.N, p.Median, alone.N, alone.Median, besideBound, noise)
+	l.miss("beside %s %d loads take %v, and %d alone %v: %d times that and %v are the bound", condition, p.N, p.Median, alone.N, alone.Median, contentionBound, noise)
 }
 
-// beside is the pace of the fast D's beside slow ones. A machine that was busy with something else for a moment is measured again:
+// contended is the pace of the fast D's beside slow ones. A machine that was busy with something else for a moment is measured again:
 // what slow peers do to others, they do all the time.
-func (f *fleet) beside(ctx context.Context, opt *Options, fast []int, alone pace) (best pace) {
+func (f *fleet) contended(ctx context.Context, opt *Options, fast []int, alone pace) (best pace) {
 	for range 8 {
 		p := f.steady(ctx, opt.window(), fast)
 		if best.N == 0 || p.N > 0 && p.Median < best.Median {

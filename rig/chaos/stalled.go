@@ -1,3 +1,5 @@
+// The part in which peers accept connections and read nothing.
+
 package chaos
 
 import (

@@ -1,3 +1,5 @@
+// Cases of who gets in: tickets, grants and dismissed peers.
+
 package coretest
 
 import (
@@ -54,7 +56,7 @@ func stolenGrant(t *testing.T, f Fixture) {
 
 func neverConnected(t *testing.T, f Fixture) {
 	spec := dense(4096, 4)
-	p, d := open(t, f, "sender", spec), open(t, f, "stranger", spec)
+	p, d := open(t, f, "sender", spec), open(t, f, "unknown", spec)
 	blocks := [][]kv.BlockID{sequence(0, 4)}
 	p.paint(1, blocks)
 	p.write("s", d, bytes.Repeat([]byte{1}, 16), blocks, blocks) // not even admitted
@@ -109,7 +111,7 @@ func wrongTickets(t *testing.T, f Fixture) {
 	p.paint(1, blocks)
 	p.paint(2, more)
 	moves(t, p, d, "before", blocks)
-	good := p.admit("stranger")
+	good := p.admit("unknown")
 	for name, ticket := range map[string][]byte{
 		"empty":       nil,
 		"cut":         good[:len(good)-1],
@@ -118,17 +120,17 @@ func wrongTickets(t *testing.T, f Fixture) {
 		"zero":        make([]byte, len(good)),
 	} {
 		t.Run(name, func(t *testing.T) {
-			stranger := open(t, f, "stranger", spec)
-			if err := stranger.tr.Connect(p.id, p.tr.Endpoint(), ticket); err != nil {
+			unknown := open(t, f, "unknown", spec)
+			if err := unknown.tr.Connect(p.id, p.tr.Endpoint(), ticket); err != nil {
 				return // it can see that the ticket is none
 			}
-			stranger.down(p.id, 1)
+			unknown.down(p.id, 1)
 			id := core.TransferID("t-" + name)
-			p.write(id, stranger, bytes.Repeat([]byte{1}, 16), blocks, blocks)
+			p.write(id, unknown, bytes.Repeat([]byte{1}, 16), blocks, blocks)
 			if o := p.sink.Wait("written", id, 1); o.Err == nil {
 				t.Errorf("a write to a peer with a wrong ticket ended well: %+v", o)
 			}
-			stranger.check(t)
+			unknown.check(t)
 		})
 	}
 	moves(t, p, d, "after", more)

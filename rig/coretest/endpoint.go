@@ -1,3 +1,5 @@
+// An agent of the suite, and the steps that most cases are made of.
+
 package coretest
 
 import (
@@ -20,26 +22,26 @@ type endpoint struct {
 	sink   *Recorder
 	wrote  map[core.TransferID]int // calls of Write
 	closed bool
-	board  *board
+	hub    *signalHub
 }
 
 func open(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 	t.Helper()
 	var file *os.File
 	device := f.deviceOf(id)
-	if device != nil && len(device.Far) == 0 {
+	if device != nil && len(device.Memories) == 0 {
 		file = newMemory(t)
 	}
 	return openOn(t, f, id, newArena(t, specs, file, device), func(a *arena, sink *Recorder) core.Transport {
-		return f.Open(t, id, a.layout, sink, f.board.from(id))
+		return f.Open(t, id, a.layout, sink, f.hub.from(id))
 	})
 }
 
 func openOn(t *testing.T, f Fixture, id core.AgentID, a *arena, start func(a *arena, sink *Recorder) core.Transport) *endpoint {
 	t.Helper()
-	e := &endpoint{arena: a, t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}, board: f.board}
+	e := &endpoint{arena: a, t: t, id: id, sink: NewRecorder(t, string(id)), wrote: map[core.TransferID]int{}, hub: f.hub}
 	e.tr = start(a, e.sink)
-	e.board.enter(id, e.tr)
+	e.hub.enter(id, e.tr)
 	t.Cleanup(e.close)
 	return e
 }
@@ -56,7 +58,7 @@ func (e *endpoint) close() {
 		if err := e.tr.Close(); err != nil {
 			e.t.Errorf("%s: Close: %v", e.id, err)
 		}
-		e.board.leave(e.id, e.tr)
+		e.hub.leave(e.id, e.tr)
 		e.sink.Shut()
 	}()
 	select {

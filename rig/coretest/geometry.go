@@ -1,3 +1,5 @@
+// Items in blocks are painted by their place in the prompt, and moved between unequal blocks.
+
 package coretest
 
 import (

@@ -1,3 +1,5 @@
+// The suite's memory: regions with guards around each, painted with patterns and compared whole.
+
 package coretest
 
 import (
@@ -30,10 +32,10 @@ type regionSpec struct {
 // arena is memory outside of the Go heap that holds the regions of a layout
 // with guards around each. It is unmapped when the test and what it opened end.
 type arena struct {
-	mem    []byte   // as the suite sees it
-	starts []uint64 // of the regions in mem
-	far    []Far    // by region, for those of which mem is a copy; nil: none is
-	layout *kv.Layout
+	mem      []byte         // as the suite sees it
+	starts   []uint64       // of the regions in mem
+	onDevice []DeviceMemory // by region, for those of which mem is a copy; nil: none is
+	layout   *kv.Layout
 }
 
 // Device says how a transport finds a suite's memory as device memory.
@@ -47,9 +49,9 @@ type Device struct {
 	// Alloc, if set, is used in place of Expose for agents of this process: memory as the suite
 	// sees it, and its address, until the test ends.
 	Alloc func(t *testing.T, size int) (mem []byte, address uint64)
-	// Far, if set, is used in place of all of these: memory of which the suite sees copies. Regions
+	// Memories, if set, is used in place of all of these: memory of which the suite sees copies. Regions
 	// are dealt out to its entries in turn.
-	Far []func(t *testing.T, size int) Far
+	Memories []func(t *testing.T, size int) DeviceMemory
 	// Holds says which regions lie in device memory; the others lie in host memory. If it
 	// is nil, all regions lie in device memory.
 	Holds func(region int) bool
@@ -128,9 +130,9 @@ func newArena(t *testing.T, specs []regionSpec, file *os.File, device *Device) *
 		size += (r.Extent()+guardBytes-1)/4096*4096 + guardBytes
 	}
 	a := &arena{starts: starts}
-	if device != nil && len(device.Far) > 0 {
+	if device != nil && len(device.Memories) > 0 {
 		mem := mapMemory(t, nil, size)
-		a.goFar(t, mem, regions, device)
+		a.placeOnDevice(t, mem, regions, device)
 		return a.over(t, mem, regions).push()
 	}
 	if device != nil && device.Alloc != nil {

@@ -1,3 +1,5 @@
+// What tests do to the network of the fake transports.
+
 package coretest
 
 import (
@@ -11,7 +13,7 @@ import (
 func (n *Network) Cut(a, b core.AgentID, why error) {
 	n.mu.Lock()
 	n.broken[link{a, b}], n.broken[link{b, a}] = why, why
-	x, y := n.twins[a], n.twins[b]
+	x, y := n.fakes[a], n.fakes[b]
 	up := n.links[link{a, b}] || n.links[link{b, a}]
 	delete(n.links, link{a, b})
 	delete(n.links, link{b, a})
@@ -48,26 +50,26 @@ func (n *Network) Cut(a, b core.AgentID, why error) {
 	}
 }
 
-// Mend ends Cut: agents that were told to connect greet again.
+// Mend ends Cut: agents that were told to connect say hello again.
 func (n *Network) Mend(a, b core.AgentID) {
 	n.mu.Lock()
 	delete(n.broken, link{a, b})
 	delete(n.broken, link{b, a})
-	x, y := n.twins[a], n.twins[b]
+	x, y := n.fakes[a], n.fakes[b]
 	n.mu.Unlock()
 	for s, other := range map[*Signaller]core.AgentID{x: b, y: a} {
 		if s == nil {
 			continue
 		}
 		s.state.Lock()
-		w := s.ways[other]
+		w := s.connections[other]
 		if w != nil {
-			w = &twinWay{ticket: w.ticket, settled: make(chan struct{})}
-			s.ways[other] = w
+			w = &fakeConnection{ticket: w.ticket, settled: make(chan struct{})}
+			s.connections[other] = w
 		}
 		s.state.Unlock()
 		if w != nil {
-			s.spawn(func() { s.greet(other, w) })
+			s.spawn(func() { s.sayHello(other, w) })
 		}
 	}
 }

@@ -1,3 +1,5 @@
+// Cases in which a write gets its blocks bit by bit.
+
 package coretest
 
 import (

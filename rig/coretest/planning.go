@@ -1,3 +1,5 @@
+// The suite's lists are given to a Cutter as plans.
+
 package coretest
 
 import (

@@ -33,7 +33,7 @@ func (e *endpoint) thaw()   { e.t.Helper(); e.tr.(*remote).thaw() }
 // kill ends a remote as the kernel ends a process: it says no goodbye.
 func (e *endpoint) kill() {
 	e.tr.(*remote).kill()
-	e.board.leave(e.id, e.tr)
+	e.hub.leave(e.id, e.tr)
 	e.closed = true
 }
 
@@ -97,7 +97,7 @@ func senderStopped(t *testing.T, f Fixture) {
 	for round := range rounds {
 		var frozen []byte
 		told := 0
-		inMidstOf(t, f, openRemote, open,
+		midTransferOf(t, f, openRemote, open,
 			func(p, d *endpoint) {
 				n := int(d.layout.Groups[0].NumBlocks)
 				d.landed([][]kv.BlockID{shuffled(1, n, n)[n*round/(2*rounds):][:1]})
@@ -121,7 +121,7 @@ func senderStopped(t *testing.T, f Fixture) {
 }
 
 func senderStoppedClose(t *testing.T, f Fixture) {
-	inMidstOf(t, f, openRemote, open,
+	midTransferOf(t, f, openRemote, open,
 		func(p, d *endpoint) { p.freeze() },
 		func(p, d *endpoint, dst [][]kv.BlockID) {
 			d.close()
@@ -141,7 +141,7 @@ func senderStoppedClose(t *testing.T, f Fixture) {
 // senderKilled: the loss of a sender is told once, when no byte of it lands any more, and nothing of its memory is mapped.
 func senderKilled(t *testing.T, f Fixture) {
 	before := 0
-	inMidstOf(t, f, openRemote, func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
+	midTransferOf(t, f, openRemote, func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {
 		d := open(t, f, id, specs)
 		if f.Opened == nil {
 			return d
@@ -174,7 +174,7 @@ func senderKilled(t *testing.T, f Fixture) {
 }
 
 func receiverKilled(t *testing.T, f Fixture) {
-	inMidstOf(t, f, open, openRemote,
+	midTransferOf(t, f, open, openRemote,
 		func(p, d *endpoint) { d.kill() },
 		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)
@@ -193,7 +193,7 @@ func receiverKilled(t *testing.T, f Fixture) {
 func receiverStopped(t *testing.T, f Fixture) {
 	for try := range 3 {
 		beside := false
-		inMidstOf(t, f, open, openRemote,
+		midTransferOf(t, f, open, openRemote,
 			func(p, d *endpoint) { d.freeze() },
 			func(p, d *endpoint, dst [][]kv.BlockID) {
 				opens := open
@@ -275,7 +275,7 @@ func stopOneOfTwo(t *testing.T, f Fixture, size int) bool {
 }
 
 func receiverStoppedClose(t *testing.T, f Fixture) {
-	inMidstOf(t, f, open, openRemote,
+	midTransferOf(t, f, open, openRemote,
 		func(p, d *endpoint) { d.freeze() },
 		func(p, d *endpoint, dst [][]kv.BlockID) {
 			p.close() // says what came of the write

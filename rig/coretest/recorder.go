@@ -1,3 +1,5 @@
+// What a transport's sink was told is kept, waited for and checked.
+
 package coretest
 
 import (

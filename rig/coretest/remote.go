@@ -1,3 +1,5 @@
+// The remote side of a transport in a process of its own: it obeys the suite's orders.
+
 package coretest
 
 import (
@@ -33,7 +35,7 @@ type RemoteOpener func(id core.AgentID, l *kv.Layout, sink core.Sink, signal cor
 
 // ServeRemote must be the first call of the TestMain of a package that has ProcessSuite
 // start processes. In such a process it opens the transport that Fixture.Remote names,
-// obeys the suite's orders, and does not return.
+// runs the suite's commands, and does not return.
 func ServeRemote(kinds map[string]RemoteKind) {
 	kind, asked := os.LookupEnv(remoteEnv)
 	if !asked {
@@ -46,8 +48,8 @@ func ServeRemote(kinds map[string]RemoteKind) {
 	os.Exit(0)
 }
 
-// order is a call of a method of core.Transport, or "open".
-type order struct {
+// command is a call of a method of core.Transport, or "open".
+type command struct {
 	N        int
 	Method   string
 	Agent    core.AgentID `json:",omitempty"`
@@ -63,7 +65,7 @@ type order struct {
 	Answer   *answer       `json:",omitempty"` // of "Answered": to the remote's signal of that number
 }
 
-// answer is the result of order N; N 0: the sink was told something.
+// answer is the result of command N; N 0: the sink was told something.
 type answer struct {
 	N       int
 	Data    []byte       `json:",omitempty"`
@@ -163,10 +165,10 @@ func serveRemote(kind RemoteKind, in io.Reader, out io.Writer) error {
 	if kind.Open == nil {
 		return errors.New("ServeRemote was not given this kind")
 	}
-	orders := json.NewDecoder(in)
+	commands := json.NewDecoder(in)
 	s := &speaker{to: json.NewEncoder(out), asked: map[int]chan answer{}}
-	var first order
-	if err := orders.Decode(&first); err != nil {
+	var first command
+	if err := commands.Decode(&first); err != nil {
 		return err
 	}
 	mem, err := unix.Mmap(remoteMemory, 0, first.Size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
@@ -186,8 +188,8 @@ func serveRemote(kind RemoteKind, in io.Reader, out io.Writer) error {
 	}
 	s.say(answer{N: first.N, Text: t.Endpoint()})
 	for {
-		var o order
-		if err := orders.Decode(&o); err != nil {
+		var o command
+		if err := commands.Decode(&o); err != nil {
 			if errors.Is(err, io.EOF) {
 				return nil
 			}
@@ -197,7 +199,7 @@ func serveRemote(kind RemoteKind, in io.Reader, out io.Writer) error {
 			s.answered(o.N, *o.Answer)
 			continue
 		}
-		go func() { // an order that waits holds up no other
+		go func() { // a command that waits holds up no other
 			a := answer{N: o.N}
 			var err error
 			switch o.Method {

@@ -1,3 +1,5 @@
+// The suite's side of a transport in a process of its own.
+
 package coretest
 
 import (
@@ -25,7 +27,7 @@ type remote struct {
 	t        *testing.T
 	cmd      *exec.Cmd
 	sink     *Recorder
-	signal   core.Signal // of the board
+	signal   core.Signal // of the hub
 	endpoint string
 	ended    chan struct{} // the process says nothing any more
 
@@ -44,7 +46,7 @@ func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *e
 	t.Helper()
 	file := newMemory(t)
 	return openOn(t, f, id, newArena(t, specs, file, nil), func(a *arena, sink *Recorder) core.Transport {
-		r := &remote{t: t, cmd: exec.Command(os.Args[0]), sink: sink, signal: f.board.from(id), ended: make(chan struct{}), waiting: map[int]chan answer{}}
+		r := &remote{t: t, cmd: exec.Command(os.Args[0]), sink: sink, signal: f.hub.from(id), ended: make(chan struct{}), waiting: map[int]chan answer{}}
 		// At the exit the race detector would wait a second for late reports.
 		r.cmd.Env = append(os.Environ(), remoteEnv+"="+f.Remote, "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
 		r.cmd.ExtraFiles = []*os.File{file}
@@ -63,7 +65,7 @@ func openRemote(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *e
 		}
 		go r.read(bufio.NewReader(out))
 		t.Cleanup(r.kill)
-		first := order{Method: "open", Agent: id, Size: len(a.mem), Regions: append([]kv.Region{}, a.layout.Regions...)}
+		first := command{Method: "open", Agent: id, Size: len(a.mem), Regions: append([]kv.Region{}, a.layout.Regions...)}
 		for i := range first.Regions {
 			first.Regions[i].Base = a.starts[i]
 		}
@@ -104,7 +106,7 @@ func (r *remote) read(out io.Reader) {
 	}
 }
 
-// carry hands a remote's signal to the board. It ends when the asked transport answers, or
+// carry hands a remote's signal to the hub. It ends when the asked transport answers, or
 // with the remote.
 func (r *remote) carry(s *signalOut) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -120,23 +122,23 @@ func (r *remote) carry(s *signalOut) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !r.killed {
-		_ = json.NewEncoder(r.in).Encode(order{N: s.N, Method: "Answered", Answer: &answer{Data: data, Err: toRemote(err)}})
+		_ = json.NewEncoder(r.in).Encode(command{N: s.N, Method: "Answered", Answer: &answer{Data: data, Err: toRemote(err)}})
 	}
 }
 
 func (r *remote) signalled(ctx context.Context, from core.AgentID, msg []byte) ([]byte, error) {
-	a, err := r.askUntil(ctx, order{Method: "Signalled", Peer: from, Msg: msg})
+	a, err := r.askUntil(ctx, command{Method: "Signalled", Peer: from, Msg: msg})
 	return a.Data, err
 }
 
-// ask gives an order and waits for its answer.
-func (r *remote) ask(o order) (answer, error) {
+// ask gives a command and waits for its answer.
+func (r *remote) ask(o command) (answer, error) {
 	ctx, cancel := context.WithTimeoutCause(context.Background(), patience, fmt.Errorf("the remote's %s has not returned within %v", o.Method, patience))
 	defer cancel()
 	return r.askUntil(ctx, o)
 }
 
-func (r *remote) askUntil(ctx context.Context, o order) (answer, error) {
+func (r *remote) askUntil(ctx context.Context, o command) (answer, error) {
 	c := make(chan answer, 1)
 	r.mu.Lock()
 	r.n++
@@ -145,7 +147,7 @@ func (r *remote) askUntil(ctx context.Context, o order) (answer, error) {
 	err := json.NewEncoder(r.in).Encode(o)
 	r.mu.Unlock()
 	if err != nil {
-		return answer{}, fmt.Errorf("the remote takes no orders: %w", errors.Join(core.ErrAbsent, err))
+		return answer{}, fmt.Errorf("the remote takes no commands: %w", errors.Join(core.ErrAbsent, err))
 	}
 	select {
 	case a := <-c:
@@ -160,8 +162,8 @@ func (r *remote) askUntil(ctx context.Context, o order) (answer, error) {
 	}
 }
 
-// order is ask where only the remote's own failure is an error.
-func (r *remote) order(o order) {
+// command is ask where only the remote's own failure is an error.
+func (r *remote) command(o command) {
 	if _, err := r.ask(o); err != nil {
 		r.t.Errorf("%s: %v", o.Method, err)
 	}
@@ -171,35 +173,35 @@ func (r *remote) Name() string     { return "remote" }
 func (r *remote) Endpoint() string { return r.endpoint }
 
 func (r *remote) Admit(peer core.AgentID) ([]byte, error) {
-	a, err := r.ask(order{Method: "Admit", Peer: peer})
+	a, err := r.ask(command{Method: "Admit", Peer: peer})
 	return a.Data, err
 }
 
-func (r *remote) Dismiss(peer core.AgentID) { r.order(order{Method: "Dismiss", Peer: peer}) }
+func (r *remote) Dismiss(peer core.AgentID) { r.command(command{Method: "Dismiss", Peer: peer}) }
 
 func (r *remote) Connect(peer core.AgentID, endpoint string, ticket []byte) error {
-	_, err := r.ask(order{Method: "Connect", Peer: peer, Endpoint: endpoint, Ticket: ticket})
+	_, err := r.ask(command{Method: "Connect", Peer: peer, Endpoint: endpoint, Ticket: ticket})
 	return err
 }
 
 func (r *remote) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segment) ([]byte, error) {
-	a, err := r.ask(order{Method: "Expect", ID: id, Peer: peer, Segments: dst})
+	a, err := r.ask(command{Method: "Expect", ID: id, Peer: peer, Segments: dst})
 	return a.Data, err
 }
 
 func (r *remote) Revoke(id core.TransferID) error {
-	_, err := r.ask(order{Method: "Revoke", ID: id})
+	_, err := r.ask(command{Method: "Revoke", ID: id})
 	return err
 }
 
-func (r *remote) Write(op core.WriteOp)   { r.order(order{Method: "Write", Op: &op}) }
-func (r *remote) Extend(op core.WriteOp)  { r.order(order{Method: "Extend", Op: &op}) }
-func (r *remote) Stop(id core.TransferID) { r.order(order{Method: "Stop", ID: id}) }
+func (r *remote) Write(op core.WriteOp)   { r.command(command{Method: "Write", Op: &op}) }
+func (r *remote) Extend(op core.WriteOp)  { r.command(command{Method: "Extend", Op: &op}) }
+func (r *remote) Stop(id core.TransferID) { r.command(command{Method: "Stop", ID: id}) }
 
 // Close closes the transport and ends the process, which must not complain: the race
 // detector's word is its exit status.
 func (r *remote) Close() error {
-	_, err := r.ask(order{Method: "Close"})
+	_, err := r.ask(command{Method: "Close"})
 	r.in.Close()
 	select {
 	case <-r.ended:

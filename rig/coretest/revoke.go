@@ -1,3 +1,5 @@
+// Cases of Revoke: before, in the middle of, at the end of and after a transfer.
+
 package coretest
 
 import (
@@ -28,7 +30,7 @@ func revokeBefore(t *testing.T, f Fixture) {
 func revokeDuring(t *testing.T, f Fixture) {
 	var frozen []byte
 	told := 0
-	inMidst(t, f,
+	midTransfer(t, f,
 		func(p, d *endpoint) {
 			d.revoke("t")
 			frozen = d.snapshot()

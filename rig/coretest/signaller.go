@@ -13,8 +13,8 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// Signaller is the twin of a transport whose ends agree by signals before bytes
-// move: D greets, P asks D to join, D answers with its ticket, P says that it is up.
+// Signaller is a fake of a transport whose ends agree by signals before bytes
+// move: D says hello, P asks D to join, D answers with its ticket, P says that it is up.
 type Signaller struct {
 	*transport
 	name   string
@@ -22,46 +22,46 @@ type Signaller struct {
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 
-	state sync.Mutex
-	ways  map[core.AgentID]*twinWay  // D: to the agents that it was told to connect
-	joins map[core.AgentID]*twinJoin // P: under way
+	state       sync.Mutex
+	connections map[core.AgentID]*fakeConnection // D: to the agents that it was told to connect
+	joins       map[core.AgentID]*fakeJoin       // P: under way
 }
 
 var _ core.Signaller = (*Signaller)(nil)
 
-type twinWay struct {
+type fakeConnection struct {
 	ticket  []byte
-	mark    string        // P's word on it has the mark, and no word on a former agent of this id has it
+	nonce   string        // P's word on it has the nonce, and no word on an earlier agent of this id has it
 	settled chan struct{} // closed when it is up, or err is set
 	err     error
 }
 
-type twinJoin struct {
+type fakeJoin struct {
 	done chan struct{}
 	err  error
 }
 
-// twinPatience bounds a handshake's messages.
-const twinPatience = 5 * time.Second
+// handshakeTimeout bounds a handshake's messages.
+const handshakeTimeout = 5 * time.Second
 
-// NewSignaller opens a twin whose Name is name. As with NewTransport, the bytes
+// NewSignaller opens a fake whose Name is name. As with NewTransport, the bytes
 // are copied within this process.
 func (n *Network) NewSignaller(name string, id core.AgentID, layout *kv.Layout, sink core.Sink, signal core.Signal) *Signaller {
 	s := &Signaller{transport: n.newTransport(id, layout, sink), name: name, signal: signal,
-		ways: map[core.AgentID]*twinWay{}, joins: map[core.AgentID]*twinJoin{}}
+		connections: map[core.AgentID]*fakeConnection{}, joins: map[core.AgentID]*fakeJoin{}}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.prepare = s.link
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.open[id], n.twins[id] = s.transport, s
+	n.open[id], n.fakes[id] = s.transport, s
 	return s
 }
 
-// Signals is a Signal that hands messages over within the test, for the twin id.
+// Signals is a Signal that hands messages over within the test, for the fake id.
 func (n *Network) Signals(id core.AgentID) core.Signal {
 	return func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 		n.mu.Lock()
-		s := n.twins[to]
+		s := n.fakes[to]
 		n.mu.Unlock()
 		if s == nil || s.ctx.Err() != nil {
 			return nil, fmt.Errorf("%w: %s", core.ErrAbsent, to)
@@ -90,33 +90,33 @@ func (s *Signaller) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	if endpoint != "mem:"+string(peer) {
 		return fmt.Errorf("mem: agent %s has the endpoint %q", peer, endpoint)
 	}
-	w := &twinWay{ticket: bytes.Clone(ticket), mark: rand.Text(), settled: make(chan struct{})}
+	w := &fakeConnection{ticket: bytes.Clone(ticket), nonce: rand.Text(), settled: make(chan struct{})}
 	s.state.Lock()
-	s.ways[peer] = w
+	s.connections[peer] = w
 	s.state.Unlock()
 	if s.linked(peer, s.id) { // the ticket is for the next connection
 		close(w.settled)
 		return nil
 	}
-	if !s.spawn(func() { s.greet(peer, w) }) {
-		return errTwinClosed
+	if !s.spawn(func() { s.sayHello(peer, w) }) {
+		return errFakeClosed
 	}
 	return nil
 }
 
-func (s *Signaller) greet(peer core.AgentID, w *twinWay) {
-	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
+func (s *Signaller) sayHello(peer core.AgentID, w *fakeConnection) {
+	ctx, cancel := context.WithTimeout(s.ctx, handshakeTimeout)
 	defer cancel()
-	if _, err := s.signal(ctx, peer, append([]byte("greet "+w.mark+" "), w.ticket...)); err != nil {
-		s.settle(peer, w.mark, err)
+	if _, err := s.signal(ctx, peer, append([]byte("hello "+w.nonce+" "), w.ticket...)); err != nil {
+		s.settle(peer, w.nonce, err)
 	}
 }
 
-// settle ends the waiting for the way with a mark; an error is told.
-func (s *Signaller) settle(peer core.AgentID, mark string, err error) {
+// settle ends the waiting for the connection with a nonce; an error is told.
+func (s *Signaller) settle(peer core.AgentID, nonce string, err error) {
 	s.state.Lock()
-	w := s.ways[peer]
-	if w == nil || w.mark != mark {
+	w := s.connections[peer]
+	if w == nil || w.nonce != nonce {
 		s.state.Unlock()
 		return
 	}
@@ -137,26 +137,26 @@ func (s *Signaller) settle(peer core.AgentID, mark string, err error) {
 // Signalled implements core.Signaller.
 func (s *Signaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 	if s.ctx.Err() != nil {
-		return nil, errTwinClosed
+		return nil, errFakeClosed
 	}
 	kind, rest, _ := bytes.Cut(msg, []byte(" "))
 	switch string(kind) {
-	case "greet":
+	case "hello":
 		if err := s.cutOff(from); err != nil {
 			return nil, err
 		}
-		mark, ticket, _ := bytes.Cut(rest, []byte(" "))
+		nonce, ticket, _ := bytes.Cut(rest, []byte(" "))
 		if !s.admits(from, ticket) {
 			return nil, fmt.Errorf("mem: agent %s does not know the ticket", s.id)
 		}
-		if !s.spawn(func() { s.welcome(from, string(mark)) }) {
-			return nil, errTwinClosed
+		if !s.spawn(func() { s.takeHello(from, string(nonce)) }) {
+			return nil, errFakeClosed
 		}
 		return nil, nil
 	case "join":
 		s.state.Lock()
 		defer s.state.Unlock()
-		w := s.ways[from]
+		w := s.connections[from]
 		if w == nil {
 			return nil, fmt.Errorf("mem: agent %s has not connected", s.id)
 		}
@@ -165,32 +165,32 @@ func (s *Signaller) Signalled(from core.AgentID, msg []byte) ([]byte, error) {
 		s.settle(from, string(rest), nil)
 		return nil, nil
 	case "no":
-		mark, why, _ := bytes.Cut(rest, []byte(" "))
-		s.settle(from, string(mark), errors.New(string(why)))
+		nonce, why, _ := bytes.Cut(rest, []byte(" "))
+		s.settle(from, string(nonce), errors.New(string(why)))
 		return nil, nil
 	}
 	return nil, fmt.Errorf("mem: a signal of unknown kind %.20q", kind)
 }
 
-// welcome makes the link that D has asked for, and tells D the outcome.
-func (s *Signaller) welcome(peer core.AgentID, mark string) {
-	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
+// takeHello makes the link that D has asked for, and tells D the outcome.
+func (s *Signaller) takeHello(peer core.AgentID, nonce string) {
+	ctx, cancel := context.WithTimeout(s.ctx, handshakeTimeout)
 	defer cancel()
-	word := "up " + mark
+	word := "up " + nonce
 	if err := s.link(ctx, peer); err != nil {
-		word = "no " + mark + " " + err.Error()
+		word = "no " + nonce + " " + err.Error()
 	}
 	_, _ = s.signal(ctx, peer, []byte(word))
 }
 
 // join makes P's end of the link, once at a time; ours if this call has begun it.
-func (s *Signaller) join(peer core.AgentID) (j *twinJoin, ours bool) {
+func (s *Signaller) join(peer core.AgentID) (j *fakeJoin, ours bool) {
 	s.state.Lock()
 	defer s.state.Unlock()
 	if j = s.joins[peer]; j != nil {
 		return j, false
 	}
-	j = &twinJoin{done: make(chan struct{})}
+	j = &fakeJoin{done: make(chan struct{})}
 	end := func(err error) {
 		s.state.Lock()
 		j.err = err
@@ -201,7 +201,7 @@ func (s *Signaller) join(peer core.AgentID) (j *twinJoin, ours bool) {
 	s.joins[peer] = j
 	if !s.spawn(func() { end(s.agree(peer)) }) {
 		delete(s.joins, peer)
-		j.err = errTwinClosed
+		j.err = errFakeClosed
 		close(j.done)
 	}
 	return j, true
@@ -215,10 +215,10 @@ func (s *Signaller) agree(peer core.AgentID) error {
 		select {
 		case <-hold:
 		case <-s.ctx.Done():
-			return errTwinClosed
+			return errFakeClosed
 		}
 	}
-	ctx, cancel := context.WithTimeout(s.ctx, twinPatience)
+	ctx, cancel := context.WithTimeout(s.ctx, handshakeTimeout)
 	defer cancel()
 	if err := s.cutOff(peer); err != nil {
 		return err
@@ -274,7 +274,7 @@ func (s *Signaller) Usable(ctx context.Context, peer core.AgentID) error {
 			return nil
 		}
 		s.state.Lock()
-		w := s.ways[peer]
+		w := s.connections[peer]
 		s.state.Unlock()
 		if w == nil {
 			return fmt.Errorf("mem: agent %s was not connected", peer)
@@ -282,7 +282,7 @@ func (s *Signaller) Usable(ctx context.Context, peer core.AgentID) error {
 		select {
 		case <-w.settled:
 			s.state.Lock()
-			err, old := w.err, s.ways[peer] != w
+			err, old := w.err, s.connections[peer] != w
 			s.state.Unlock()
 			if err == nil && !s.linked(peer, s.id) {
 				err = fmt.Errorf("mem: agent %s is not connected any more", peer)
@@ -299,7 +299,7 @@ func (s *Signaller) Usable(ctx context.Context, peer core.AgentID) error {
 // Dismiss implements core.Transport.
 func (s *Signaller) Dismiss(peer core.AgentID) {
 	s.state.Lock()
-	delete(s.ways, peer)
+	delete(s.connections, peer)
 	s.state.Unlock()
 	s.transport.Dismiss(peer)
 }
@@ -319,8 +319,8 @@ func (s *Signaller) Revoke(id core.TransferID) error {
 func (s *Signaller) Close() error {
 	s.cancel()
 	s.net.mu.Lock()
-	if s.net.twins[s.id] == s {
-		delete(s.net.twins, s.id)
+	if s.net.fakes[s.id] == s {
+		delete(s.net.fakes, s.id)
 	}
 	s.net.mu.Unlock()
 	return s.transport.Close()

@@ -8,22 +8,22 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// board carries the signals of one case's transports, in place of the control plane, to
+// signalHub carries the signals of one case's transports, in place of the control plane, to
 // any open transport, in this process or another. A stopped process answers nobody; an
 // ended one is absent.
-type board struct {
+type signalHub struct {
 	mu   sync.Mutex
 	open map[core.AgentID]core.Transport
 }
 
-func newBoard() *board { return &board{open: map[core.AgentID]core.Transport{}} }
+func newSignalHub() *signalHub { return &signalHub{open: map[core.AgentID]core.Transport{}} }
 
-// signaller is what a board can hand a signal to.
+// signaller is what a hub can hand a signal to.
 type signaller interface {
 	signalled(ctx context.Context, from core.AgentID, msg []byte) ([]byte, error)
 }
 
-func (b *board) enter(id core.AgentID, tr core.Transport) {
+func (b *signalHub) enter(id core.AgentID, tr core.Transport) {
 	if b == nil {
 		return
 	}
@@ -32,7 +32,7 @@ func (b *board) enter(id core.AgentID, tr core.Transport) {
 	b.open[id] = tr
 }
 
-func (b *board) leave(id core.AgentID, tr core.Transport) {
+func (b *signalHub) leave(id core.AgentID, tr core.Transport) {
 	if b == nil {
 		return
 	}
@@ -44,7 +44,7 @@ func (b *board) leave(id core.AgentID, tr core.Transport) {
 }
 
 // from is the Signal of one transport.
-func (b *board) from(id core.AgentID) core.Signal {
+func (b *signalHub) from(id core.AgentID) core.Signal {
 	return func(ctx context.Context, to core.AgentID, msg []byte) ([]byte, error) {
 		b.mu.Lock()
 		tr := b.open[to]

@@ -1,3 +1,5 @@
+// The contract of core.Transport as a list of cases, and what a package gives to have them run.
+
 package coretest
 
 import (
@@ -48,7 +50,7 @@ type Fixture struct {
 	// it may be left when its loss is told.
 	Opened func() int
 
-	board *board // of one case
+	hub *signalHub // of one case
 }
 
 func (f Fixture) deviceOf(id core.AgentID) *Device {
@@ -151,7 +153,7 @@ func runCases(t *testing.T, f Fixture, cases []suiteCase) {
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			leaktest.Check(t)
-			f.board = newBoard()
+			f.hub = newSignalHub()
 			c.run(t, f)
 		})
 	}

@@ -8,33 +8,35 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-func TestMemoryTransport(t *testing.T) { TransportSuite(t, twins()) }
+func TestMemoryTransport(t *testing.T) { TransportSuite(t, fakes()) }
 
-// farTwin is far memory for twins, which copy from and to its address.
-type farTwin struct{ mem []byte }
+// fakeMemory is device memory for fakes, which copy from and to its address.
+type fakeMemory struct{ mem []byte }
 
-func newFarTwin(t *testing.T, size int) Far { return farTwin{mapMemory(t, nil, uint64(size))} }
+func newFakeMemory(t *testing.T, size int) DeviceMemory {
+	return fakeMemory{mapMemory(t, nil, uint64(size))}
+}
 
-func (f farTwin) Address() uint64 { return uint64(uintptr(unsafe.Pointer(&f.mem[0]))) }
+func (f fakeMemory) Address() uint64 { return uint64(uintptr(unsafe.Pointer(&f.mem[0]))) }
 
 //go:norace
-func (f farTwin) Read(at uint64, into []byte) { copy(into, f.mem[at:]) }
+func (f fakeMemory) Read(at uint64, into []byte) { copy(into, f.mem[at:]) }
 
 //go:norace
-func (f farTwin) Write(at uint64, from []byte) { copy(f.mem[at:], from) }
+func (f fakeMemory) Write(at uint64, from []byte) { copy(f.mem[at:], from) }
 
-// The suite sees far memory as it sees its own: two pieces of it, and host memory beside them.
-func TestFarMemory(t *testing.T) {
-	f := twins()
+// The suite sees device memory as it sees its own: two pieces of it, and host memory beside them.
+func TestDeviceMemory(t *testing.T) {
+	f := fakes()
 	f.BigBytes = 8 << 20
-	f.Device = &Device{Far: []func(*testing.T, int) Far{newFarTwin, newFarTwin}, Holds: func(region int) bool { return region != 2 }}
+	f.Device = &Device{Memories: []func(*testing.T, int) DeviceMemory{newFakeMemory, newFakeMemory}, Holds: func(region int) bool { return region != 2 }}
 	TransportSuite(t, f)
 }
 
-// What is wrong in far memory is seen, in each region and between them, and what is right is not.
-func TestFarMemoryIsCompared(t *testing.T) {
+// What is wrong in device memory is seen, in each region and between them, and what is right is not.
+func TestDeviceMemoryIsCompared(t *testing.T) {
 	specs := []regionSpec{{bytes: 4096, stride: 8192, blocks: 4}, {bytes: 512, blocks: 9}, {bytes: 64, blocks: 9}}
-	a := newArena(t, specs, nil, &Device{Far: []func(*testing.T, int) Far{newFarTwin, newFarTwin}, Holds: func(region int) bool { return region != 2 }})
+	a := newArena(t, specs, nil, &Device{Memories: []func(*testing.T, int) DeviceMemory{newFakeMemory, newFakeMemory}, Holds: func(region int) bool { return region != 2 }})
 	blocks := [][]kv.BlockID{{3, 0, 1}}
 	a.paint(5, blocks)
 	a.check(t, delivery{transfer: 5, blocks: blocks})
@@ -45,8 +47,8 @@ func TestFarMemoryIsCompared(t *testing.T) {
 			region++
 		}
 		real := a.mem
-		if far := a.far[region]; far != nil {
-			real = far.(farTwin).mem
+		if onDevice := a.onDevice[region]; onDevice != nil {
+			real = onDevice.(fakeMemory).mem
 		}
 		was := real[at]
 		real[at] = was + 1
@@ -60,14 +62,14 @@ func TestFarMemoryIsCompared(t *testing.T) {
 	if a.touched(blocks) {
 		t.Error("wiped blocks are touched")
 	}
-	a.far[1].(farTwin).mem[a.starts[1]+3*512] = 1
+	a.onDevice[1].(fakeMemory).mem[a.starts[1]+3*512] = 1
 	if !a.touched(blocks) {
 		t.Error("a byte that has landed was not seen")
 	}
 }
 
-// twins is the suite's fixture of the twins of a transport.
-func twins() Fixture {
+// fakes is the suite's fixture of the fakes of a transport.
+func fakes() Fixture {
 	var n *Network
 	var owner string
 	return Fixture{

@@ -1,3 +1,5 @@
+// A transcript is run command by command, and its file is compared with what was printed.
+
 package coretest
 
 import (

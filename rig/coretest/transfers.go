@@ -1,3 +1,5 @@
+// Cases of transfers that end well, of many shapes and many at a time.
+
 package coretest
 
 import (

@@ -1,4 +1,4 @@
-// Package coretest holds twins of what package core is given (Transport, Bus,
+// Package coretest holds fakes of what package core is given (Transport, Bus,
 // Clock), the conformance suite that every Transport passes, and the runner of
 // transcripts.
 package coretest
@@ -18,18 +18,18 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// chunk is how much the twin copies at a time: the longest that Revoke waits.
+// chunk is how much the fake copies at a time: the longest that Revoke waits.
 const chunk = 64 << 10
 
-// Network joins the twins of one test.
+// Network joins the fakes of one test.
 type Network struct {
-	mu    sync.Mutex
-	open  map[core.AgentID]*transport
-	links map[link]bool
-	gate  func(id core.TransferID, chunk int)
+	mu      sync.Mutex
+	open    map[core.AgentID]*transport
+	links   map[link]bool
+	onChunk func(id core.TransferID, chunk int)
 
 	// Of Signallers.
-	twins    map[core.AgentID]*Signaller
+	fakes    map[core.AgentID]*Signaller
 	broken   map[link]error // by both orders of two agents
 	hold     <-chan struct{}
 	revoking func(id core.TransferID)
@@ -40,15 +40,15 @@ type link struct{ sender, receiver core.AgentID }
 
 // NewNetwork makes one without agents.
 func NewNetwork() *Network {
-	return &Network{open: map[core.AgentID]*transport{}, links: map[link]bool{}, twins: map[core.AgentID]*Signaller{}, broken: map[link]error{}}
+	return &Network{open: map[core.AgentID]*transport{}, links: map[link]bool{}, fakes: map[core.AgentID]*Signaller{}, broken: map[link]error{}}
 }
 
-// Gate has f called before each chunk of each write (from 0), on the writer's
+// OnChunk has f called before each chunk of each write (from 0), on the writer's
 // goroutine and without a lock: f may wait, and call Close or Revoke.
-func (n *Network) Gate(f func(id core.TransferID, chunk int)) {
+func (n *Network) OnChunk(f func(id core.TransferID, chunk int)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.gate = f
+	n.onChunk = f
 }
 
 // NewTransport opens a core.Transport that copies within this process from the
@@ -107,7 +107,7 @@ type write struct {
 }
 
 var (
-	errTwinClosed = errors.New("mem: transport is closed")
+	errFakeClosed = errors.New("mem: transport is closed")
 	errStopped    = errors.New("mem: write was stopped")
 )
 
@@ -141,7 +141,7 @@ func (t *transport) Admit(peer core.AgentID) ([]byte, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.closed {
-		return nil, errTwinClosed
+		return nil, errFakeClosed
 	}
 	if t.admitted[peer] == nil {
 		ticket := make([]byte, 16)
@@ -194,7 +194,7 @@ func (t *transport) Connect(peer core.AgentID, endpoint string, ticket []byte) e
 	}
 	t.net.mu.Unlock()
 	if err != nil && !t.spawn(func() { t.sink.PeerDown(peer, err) }) {
-		return errTwinClosed
+		return errFakeClosed
 	}
 	return nil
 }
@@ -209,7 +209,7 @@ func (t *transport) Expect(id core.TransferID, peer core.AgentID, dst []kv.Segme
 	defer t.mu.Unlock()
 	switch {
 	case t.closed:
-		return nil, errTwinClosed
+		return nil, errFakeClosed
 	case t.expected[id] != nil && !t.expected[id].told.Load():
 		return nil, fmt.Errorf("mem: transfer %q is expected already", id.Name())
 	}

@@ -1,3 +1,5 @@
+// P's half of the fake transport: it copies within this process.
+
 package coretest
 
 import (
@@ -55,7 +57,7 @@ func (t *transport) extended(w *write) (core.WriteOp, error) {
 		case <-w.stop.Done():
 			return core.WriteOp{}, context.Cause(w.stop)
 		case <-t.done:
-			return core.WriteOp{}, errTwinClosed
+			return core.WriteOp{}, errFakeClosed
 		}
 	}
 }
@@ -69,7 +71,7 @@ func (t *transport) run(op core.WriteOp, w *write) (n uint64, segments int, err 
 		}
 	}
 	t.net.mu.Lock()
-	peer, linked, gate := t.net.open[op.Peer], t.net.links[link{t.id, op.Peer}], t.net.gate
+	peer, linked, onChunk := t.net.open[op.Peer], t.net.links[link{t.id, op.Peer}], t.net.onChunk
 	t.net.mu.Unlock()
 	if peer == nil || !linked {
 		return 0, 0, fmt.Errorf("mem: agent %s has not connected", op.Peer)
@@ -87,10 +89,10 @@ func (t *transport) run(op core.WriteOp, w *write) (n uint64, segments int, err 
 	if again {
 		return 0, 0, fmt.Errorf("mem: transfer %q is written twice", op.ID.Name())
 	}
-	part := part{t: t, w: w, peer: peer, e: e, gate: gate}
+	part := part{t: t, w: w, peer: peer, e: e, onChunk: onChunk}
 	given, total := uint64(0), op.Total()
 	for {
-		if given += op.Given(); given > total {
+		if given += op.Payload(); given > total {
 			return part.n, segments, fmt.Errorf("mem: transfer %q was given %d bytes of %d", string(op.ID), given, total)
 		}
 		segments += len(op.Pairs)
@@ -101,7 +103,7 @@ func (t *transport) run(op core.WriteOp, w *write) (n uint64, segments int, err 
 			break
 		}
 		if op, err = t.extended(w); err != nil {
-			if errors.Is(err, errTwinClosed) {
+			if errors.Is(err, errFakeClosed) {
 				peer.end(e, core.TransferStats{Bytes: part.n, Segments: e.segments}, err)
 			}
 			return part.n, segments, err
@@ -121,13 +123,13 @@ func (t *transport) run(op core.WriteOp, w *write) (n uint64, segments int, err 
 
 // part is a write that goes on.
 type part struct {
-	t      *transport
-	w      *write
-	peer   *transport
-	e      *expect
-	gate   func(id core.TransferID, chunk int)
-	chunks int
-	n      uint64 // bytes written
+	t       *transport
+	w       *write
+	peer    *transport
+	e       *expect
+	onChunk func(id core.TransferID, chunk int)
+	chunks  int
+	n       uint64 // bytes written
 }
 
 func (c *part) copy(op *core.WriteOp) error {
@@ -146,8 +148,8 @@ func (c *part) copy(op *core.WriteOp) error {
 		src := t.layout.Regions[p.SrcRegion].Base + p.SrcOffset
 		dst := c.peer.layout.Regions[p.DstRegion].Base + p.DstOffset
 		for off := uint64(0); off < p.Length; off += chunk {
-			if c.gate != nil {
-				c.gate(op.ID, c.chunks)
+			if c.onChunk != nil {
+				c.onChunk(op.ID, c.chunks)
 			}
 			c.chunks++
 			select {

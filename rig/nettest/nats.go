@@ -1,3 +1,5 @@
+// A nats-server, or a cluster of three, in processes of their own, for tests.
+
 package nettest
 
 import (

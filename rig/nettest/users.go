@@ -1,3 +1,5 @@
+// The configuration of examples/nats for the nkeys of a test.
+
 package nettest
 
 import (

@@ -1,3 +1,5 @@
+// A device by way of the driver: what lies in its memory, its moments, what is exported of it.
+
 package driver
 
 /*

@@ -1,3 +1,5 @@
+// What the driver's errors mean: the remedy, and whether the device is lost to this process.
+
 package driver
 
 /*

@@ -1,3 +1,5 @@
+// The copy kernel is a part of this library, and the driver compiles it for its device.
+
 package driver
 
 /*

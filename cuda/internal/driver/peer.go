@@ -1,3 +1,5 @@
+// Allocations are opened from process to process, by CUDA's handles or by descriptors, and copied from.
+
 package driver
 
 /*

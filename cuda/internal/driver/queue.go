@@ -1,3 +1,5 @@
+// A stream of kvconn's own takes batches of copies, each with an event behind it.
+
 package driver
 
 /*

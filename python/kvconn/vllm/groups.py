@@ -18,6 +18,7 @@ from .kinds import refusal
 
 NULL_BLOCK = 0
 _BEHIND = "vLLM writes to the pool behind the GPU, and does not tell when a prompt is there"
+_PART_OF_A_BLOCK = "vLLM may take a cached prefix that ends within a block of the pool"
 _LOSE_BLOCKS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
 
@@ -120,6 +121,7 @@ def make_groups(kv_cache_config: Any, dcp_size: int = 1, loads_only: bool = Fals
     dcp_size: the ranks of a DCP group. loads_only: the engine gives nothing to others.
     """
     made = []
+    in_host = host_layers(kv_cache_config)
     for number in transfer_groups(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[number]
         whole = group.kv_cache_spec
@@ -129,6 +131,8 @@ def make_groups(kv_cache_config: Any, dcp_size: int = 1, loads_only: bool = Fals
             why = refusal(spec) or (refusal(whole) if whole is not spec else "") or (states.refusal(spec) if states.is_state(spec) else "")
             if getattr(group, "host_resident", False) and not loads_only:
                 why = f"a KV cache of {kind} in a pool of the host (HiSparse) is supported with kv_role kv_consumer only: {_BEHIND}"
+            if in_host and states.is_state(spec):
+                why = f"a KV cache of {kind} beside a pool of the host (HiSparse) is not supported: {_PART_OF_A_BLOCK}"
             if dcp_size > 1 and is_dealt(spec) and kind in _LOSE_BLOCKS:
                 why = f"a KV cache of {kind} with DCP = {dcp_size} is not supported: vLLM finds no cached prefix of such a one"
             if why:

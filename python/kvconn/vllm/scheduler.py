@@ -242,11 +242,11 @@ class SchedulerSide:
         params, prompt = record.params, self._prompts.fingerprint(request)
         work = LoadWork(record.req_id, params.transfer_id, params.bootstrap_addr, params.engine_id, wanted, first, tokens, prompt)
         self._requests.move(record, LOADING)
-        if all(ids for group, ids in zip(self._groups, wanted) if group.state):
+        if any(wanted) and all(ids for group, ids in zip(self._groups, wanted) if group.state):
             self._next.loads.append(work)
             return
-        # Without its state the request would go on from another one's.
-        logger.error("request %s: vLLM has given no block for the state of %d tokens: %s", record.req_id, tokens, block_ids)
+        # Without its state the request would go on from another one's, and a load of no block is one that vLLM never hears of.
+        logger.error("request %s: vLLM has given no block for %d tokens, or none for their state: %s", record.req_id, tokens, block_ids)
         self._next.refusals.append(RefusedWork(record.req_id, wanted))
         self._need_nothing(record)
 

@@ -1,3 +1,5 @@
+// The devices of this machine: which there are, what each can do, and how one is opened.
+
 package verbs
 
 /*

@@ -1,3 +1,5 @@
+// What happens to a device besides completions.
+
 package verbs
 
 /*

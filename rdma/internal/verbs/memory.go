@@ -1,3 +1,5 @@
+// Memory that a device may reach: protection domains, and what is registered in them.
+
 package verbs
 
 /*

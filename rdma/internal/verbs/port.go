@@ -1,3 +1,5 @@
+// A port's state, speed and addresses.
+
 package verbs
 
 /*

@@ -1,3 +1,5 @@
+// A queue pair: the states that it is brought into, its route to the peer, and what is posted to it.
+
 package verbs
 
 /*

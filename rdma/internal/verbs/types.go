@@ -1,9 +1,9 @@
+// The types that cross into C have the layout of their C twins; verbs.go asserts
+// that. None of them holds a Go pointer.
+
 package verbs
 
 import "strconv"
-
-// The types that cross into C have the layout of their C twins; verbs.go asserts
-// that. None of them holds a Go pointer.
 
 // SGE is a piece of registered local memory: struct ibv_sge.
 type SGE struct {

@@ -1,3 +1,5 @@
+// Which tests of the double no real driver can run, and why.
+
 package main
 
 // doubleOnly are tests of kvconn's sources that no real driver can run, by file, and what they need of the double.

@@ -1,3 +1,5 @@
+// A run of the suite is a process, and what it prints becomes a verdict.
+
 package main
 
 import (

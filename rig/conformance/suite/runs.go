@@ -1,3 +1,5 @@
+// In which ways the transport suite is run on this machine's GPUs.
+
 package main
 
 import (
@@ -63,23 +65,25 @@ func (k kind) name() string { return k.transport + ", " + k.memory }
 func receives(id core.AgentID) bool { return strings.HasPrefix(string(id), "receiver") }
 func sends(id core.AgentID) bool    { return !receives(id) }
 
-func far(device int) func(*testing.T, int) coretest.Far {
-	return func(t *testing.T, size int) coretest.Far {
+func deviceMemory(device int) func(*testing.T, int) coretest.DeviceMemory {
+	return func(t *testing.T, size int) coretest.DeviceMemory {
 		gpus[device]()
 		return engine.New(t, device).NewDeviceMemory(size)
 	}
 }
 
-func mapped(device int) func(*testing.T, int) coretest.Far {
-	return func(t *testing.T, size int) coretest.Far {
+func mapped(device int) func(*testing.T, int) coretest.DeviceMemory {
+	return func(t *testing.T, size int) coretest.DeviceMemory {
 		gpus[device]()
 		return engine.New(t, device).NewMappedMemory(size)
 	}
 }
 
 func kinds() []kind {
-	first, second := far(0), far(1)
-	on := func(list ...func(*testing.T, int) coretest.Far) coretest.Device { return coretest.Device{Far: list} }
+	first, second := deviceMemory(0), deviceMemory(1)
+	on := func(list ...func(*testing.T, int) coretest.DeviceMemory) coretest.Device {
+		return coretest.Device{Memories: list}
+	}
 	mixed := on(first)
 	mixed.Holds = func(region int) bool { return region%2 == 0 }
 	other := on(second, first)
@@ -105,7 +109,9 @@ func kinds() []kind {
 // has between two processes. An agent with host memory alone has no device that could reach another's.
 func localKinds() []kind {
 	first, second := mapped(0), mapped(1)
-	on := func(list ...func(*testing.T, int) coretest.Far) coretest.Device { return coretest.Device{Far: list} }
+	on := func(list ...func(*testing.T, int) coretest.DeviceMemory) coretest.Device {
+		return coretest.Device{Memories: list}
+	}
 	mixed := on(first)
 	mixed.Holds = func(region int) bool { return region%2 == 0 }
 	other := on(second)

@@ -43,7 +43,7 @@ func TestListIsOfTheSources(t *testing.T) {
 func TestKinds(t *testing.T) {
 	seen := map[string]bool{}
 	for _, k := range kinds() {
-		if seen[k.name()] || len(k.device.Far) == 0 {
+		if seen[k.name()] || len(k.device.Memories) == 0 {
 			t.Errorf("%s is there twice, or has no memory", k.name())
 		}
 		seen[k.name()] = true

@@ -1,3 +1,5 @@
+// What must have come about after a time, or at the end of a seed, is looked for.
+
 package sim
 
 import (
@@ -262,9 +264,9 @@ func (a *agent) checkOffered(id core.TransferID, token uint64) {
 	}
 }
 
-// checkNotGiven: a claim that P has given up is not asked for.
-func (a *agent) checkNotGiven(part core.TransferID) {
-	if a.given[part] && a.w.plan.calm && !a.w.reused[base(part)] {
+// checkNotReleased: a claim that P has given up is not asked for.
+func (a *agent) checkNotReleased(part core.TransferID) {
+	if a.released[part] && a.w.plan.calm && !a.w.reused[base(part)] {
 		a.w.fault(base(part), "%s: %q is loaded, though P has said that it has given the claim up", a.id, part)
 	}
 }

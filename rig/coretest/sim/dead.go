@@ -1,3 +1,5 @@
+// When a D dies, its P must free what it keeps: after a probe, or by leases.
+
 package sim
 
 import (
@@ -26,7 +28,7 @@ func (a *agent) expectProbe(d *agent) {
 	}
 	parts := d.promisedBy(a)
 	for part, p := range d.claims {
-		if p == a.id && !d.given[part] && !slices.Contains(parts, part) {
+		if p == a.id && !d.released[part] && !slices.Contains(parts, part) {
 			parts = append(parts, part)
 		}
 	}

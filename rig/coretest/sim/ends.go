@@ -1,3 +1,5 @@
+// How many halves a step ends, and which, is checked at each step.
+
 package sim
 
 import (

@@ -1,3 +1,5 @@
+// The scheduler above an agent: it takes blocks for halves, checks what they hold, and uses them again at once.
+
 package sim
 
 import (
@@ -26,7 +28,7 @@ type engine struct {
 	askedAt   map[partOf]time.Duration         // when it last began to be asked
 	promises  map[partOf]core.AgentID          // P has said that it has this
 	complete  map[uint64]int                   // of how many parts the transport has said that all bytes are there
-	given     map[core.TransferID]bool         // P has said that it has given this claim up
+	released  map[core.TransferID]bool         // P has said that it has given this claim up
 	claims    map[core.TransferID]core.AgentID // P has answered this claim
 	aborted   map[core.TransferID]bool
 	dropped   map[core.TransferID]uint64      // cancelled, and neither claimed nor loaded since: the look-up that was under way
@@ -77,7 +79,7 @@ func (e *engine) init() {
 	e.towards, e.askedAt = map[partOf]core.AgentID{}, map[partOf]time.Duration{}
 	e.promises, e.aborted = map[partOf]core.AgentID{}, map[core.TransferID]bool{}
 	e.computing = map[core.TransferID]*computation{}
-	e.complete, e.given = map[uint64]int{}, map[core.TransferID]bool{}
+	e.complete, e.released = map[uint64]int{}, map[core.TransferID]bool{}
 	e.claims, e.dropped = map[core.TransferID]core.AgentID{}, map[core.TransferID]uint64{}
 	e.lost = map[core.TransferID]core.Report{}
 	e.cancelled, e.remapped = map[core.TransferID]bool{}, map[uint64]bool{}

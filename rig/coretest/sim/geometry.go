@@ -1,3 +1,5 @@
+// What lies where in the blocks of a rank, cell by cell.
+
 package sim
 
 import (

@@ -191,7 +191,7 @@ func (a *agent) collect(actions []core.Action) {
 		case core.Expect:
 			of := partOf{a.loading[base(v.ID)], v.ID}
 			a.towards[of], a.askedAt[of] = v.Peer, a.w.now
-			a.checkNotGiven(v.ID)
+			a.checkNotReleased(v.ID)
 		case core.Write:
 			a.owners = append(a.owners, a.offering[base(v.ID)])
 		case core.SendLoad: // a load that has followed a claim

@@ -1,3 +1,6 @@
+// What ids name: blocks, slots, or entries of rings. Of a ring the engine must take the
+// entries where the positions lie. And stages: ranks of either engine with layers of their own.
+
 package sim
 
 import (
@@ -7,9 +10,6 @@ import (
 	"github.com/kvconn/kvconn/core/machine"
 	"github.com/kvconn/kvconn/kv"
 )
-
-// What ids name: blocks, slots, or entries of rings. Of a ring the engine must take the
-// entries where the positions lie. And stages: ranks of either engine with layers of their own.
 
 const ringEntries = 5 // a prompt has 4 blocks
 

@@ -1,3 +1,5 @@
+// D's streams to a P: how they are opened, how they break, and who notices when.
+
 package sim
 
 import (

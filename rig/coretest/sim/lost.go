@@ -1,3 +1,5 @@
+// What an engine does that hears of a lost claim, and what must follow.
+
 package sim
 
 import (

@@ -1,3 +1,5 @@
+// A device does an engine's work late. Until then no block of that work may be read or written.
+
 package sim
 
 import (

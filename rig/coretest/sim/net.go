@@ -1,3 +1,5 @@
+// Messages between hosts are late, lost or doubled.
+
 package sim
 
 import (

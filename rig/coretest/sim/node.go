@@ -291,7 +291,7 @@ func (a *agent) renewed(v core.SendRenew, answers []core.Answer, absent bool, er
 			switch ans.Status {
 			case core.StatusUnknown:
 			case core.StatusSent, core.StatusEnded:
-				a.given[v.Claims[k]] = true
+				a.released[v.Claims[k]] = true
 			default:
 				a.claims[v.Claims[k]] = v.Peer
 			}
@@ -389,7 +389,7 @@ func (a *agent) postNext(to core.AgentID) {
 				p.event(core.FinishMessage{From: a.id, Account: core.Account(a.id), ID: v.ID, Code: v.Code, Reason: v.Reason},
 					"finish %s peer=%s code=%v%s", v.ID, a.id, v.Code, optional("why", v.Reason))
 				if v.Code != core.OK && p.claims[v.ID] == a.id {
-					p.given[v.ID] = true
+					p.released[v.ID] = true
 					p.checkHeard(v.ID, a.id)
 				}
 			}

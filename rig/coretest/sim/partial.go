@@ -1,3 +1,5 @@
+// A prefill engine computes a request in steps, and offers what is ready.
+
 package sim
 
 import (
@@ -15,7 +17,7 @@ type computation struct {
 	id       core.TransferID
 	token    uint64
 	blocks   []kv.BlockID
-	given    int          // of them, to the machine
+	offered  int          // of them, to the machine
 	said     bool         // of which prompt they are
 	computed [regions]int // per region
 }
@@ -83,9 +85,9 @@ func (a *agent) stepOf(p *computation, left time.Duration) {
 func (a *agent) computeMore(p *computation) bool {
 	w := a.w
 	r := core.PartialOffer{ID: p.id, Prompt: a.promptOf(p), First: w.begin()}
-	if more := w.rnd.IntN(len(p.blocks) - p.given + 1); more > 0 {
-		r.Blocks = [][]kv.BlockID{p.blocks[p.given : p.given+more]}
-		p.given += more
+	if more := w.rnd.IntN(len(p.blocks) - p.offered + 1); more > 0 {
+		r.Blocks = [][]kv.BlockID{p.blocks[p.offered : p.offered+more]}
+		p.offered += more
 	}
 	// A layer at a time, or all: up to a block of those that are given.
 	of := a.host.allRegions()
@@ -94,7 +96,7 @@ func (a *agent) computeMore(p *computation) bool {
 		of = of[:1+w.rnd.IntN(len(of))]
 		r.Regions = of
 	}
-	upTo := w.rnd.IntN(p.given + 1)
+	upTo := w.rnd.IntN(p.offered + 1)
 	after := a.fill(p, of, upTo)
 	r.Ready, r.After = []uint32{uint32(w.plan.begin + upTo)}, after.number()
 	w.acted(w.now)

@@ -1,3 +1,5 @@
+// What the world of a seed is like is drawn here.
+
 package sim
 
 import (
@@ -17,7 +19,7 @@ type plan struct {
 	latent   bool // the first prefill rank of a deal has all that its decode ranks need
 	oneSided bool // bytes land without the receiver's process, as by RDMA
 	pulls    bool // the receiver copies out of the sender's memory
-	proves   bool // and finds at a gate, behind each copy, that the sender had the blocks
+	proves   bool // and finds at a validity page, behind each copy, that the sender had the blocks
 	prefills int  // ranks of the prefill engine
 	decodes  []int
 	devices  bool // the engines work on devices: moments are awaited
@@ -33,7 +35,7 @@ type plan struct {
 	decodeStages bool
 	index        kv.IndexKind // what ids name
 	begin        int          // position of the first block that prefill has of a prompt
-	stranger     int          // the decode engine, from 1 on, whose ids name something else
+	mismatched   int          // the decode engine, from 1 on, whose ids name something else
 	other        kv.IndexKind // there
 	perPeer      int          // requests to one peer at a time, as in node
 
@@ -134,7 +136,7 @@ func (w *world) newPlan() plan {
 	p.stages = p.ranks == allWithAll && p.prefills > 1 && !p.latent && w.chance(0.6)
 	p.decodeStages = p.ranks == allWithAll && !p.latent && w.seed%5 < 2
 	if !p.kind && !p.calm && !p.silentDeath && !p.cut && w.chance(0.3) {
-		p.stranger, p.other = 1+w.rnd.IntN(len(p.decodes)), otherThan(p.index)
+		p.mismatched, p.other = 1+w.rnd.IntN(len(p.decodes)), otherThan(p.index)
 	}
 	if p.hostile = w.seed%3 == 1; p.hostile && !p.kind && !p.calm && !p.silentDeath {
 		if w.seed/3%4 != 2 {

@@ -1,3 +1,5 @@
+// What the engines do in a run: requests, aborts and what is late.
+
 package sim
 
 import (
@@ -25,7 +27,7 @@ func (w *world) play() {
 		var list []*host
 		for i := range ranks {
 			list = append(list, &host{w: w, name: fmt.Sprintf("d%d%c", i, 'a'+e), geometry: w.geometryOf(w.tokensOf(1+e), i, ranks, false)})
-			if w.plan.stranger == 1+e {
+			if w.plan.mismatched == 1+e {
 				list[i].geometry.index = w.plan.other
 			}
 		}
@@ -92,7 +94,7 @@ func (w *world) play() {
 		if w.chance(0.2) {
 			w.resurrection(prefills, decodes)
 		} else {
-			w.trouble(prefills)
+			w.planFault(prefills)
 		}
 	}
 }

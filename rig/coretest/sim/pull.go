@@ -1,3 +1,10 @@
+// In some worlds bytes go as in package local. P's frames say where they lie, and D copies them out of
+// P's memory, which takes a while and goes on when either process is stopped. When D has copied
+// all, it asks P whether P has kept the blocks. P invalidates the page of a write that it gives up: no
+// copy begins then. P's half ends when D says that no copy is under way, or after stopGrace. In half of
+// these worlds D reads the page behind each copy. If it was invalid, D throws the copy away, and waits for what P
+// says. If it was valid behind all copies, D reports the transfer without asking P.
+
 package sim
 
 import (
@@ -8,13 +15,6 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
-// In some worlds bytes go as in package local. P's frames say where they lie, and D copies them out of
-// P's memory, which takes a while and goes on when either process is stopped. When D has copied
-// all, it asks P whether P has kept the blocks. P closes the gate of a write that it gives up: no
-// copy begins then. P's half ends when D says that no copy is under way, or after stopGrace. In half of
-// these worlds D reads the gate behind each copy. If it was closed, D throws the copy away, and waits for what P
-// says. If it was open behind all copies, D reports the transfer without asking P.
-
 // stopGrace is how long P waits for D's word on a write that it has given up, slowCopy how long a copy
 // is under way at most.
 const (
@@ -24,10 +24,10 @@ const (
 
 // pulled is what a write of such a world knows more.
 type pulled struct {
-	closed bool // the gate
-	kept   bool // P has said that it has kept the blocks
-	quiet  bool // D copies nothing any more, or P waits for it no longer
-	late   bool // a copy may still be under way: nobody believes it
+	invalidated bool // the validity page
+	kept        bool // P has said that it has kept the blocks
+	quiet       bool // D copies nothing any more, or P waits for it no longer
+	late        bool // a copy may still be under way: nobody believes it
 }
 
 // pulling is what an Expect of such a world knows more.
@@ -45,7 +45,7 @@ func (a *agent) pull(f *frame) {
 		a.landed(f, nil)
 		return
 	}
-	if e.over || wr.closed && !fault.On("pull-open-gate") {
+	if e.over || wr.invalidated && !fault.On("pull-page-left-valid") {
 		a.room(f)
 		return
 	}
@@ -98,7 +98,7 @@ func (a *agent) copyTakes(wr *write, last bool) time.Duration {
 	return takes
 }
 
-// copy reads and writes, and looks at the gate, whether the processes run or not.
+// copy reads and writes, and looks at the page, whether the processes run or not.
 func (a *agent) copy(p *agent, f *frame) {
 	wr := f.wr
 	for _, pos := range f.at {
@@ -116,7 +116,7 @@ func (a *agent) copy(p *agent, f *frame) {
 		f.holds = append(f.holds, holds)
 	}
 	a.land(f)
-	f.proved = a.w.plan.proves && !wr.closed || fault.On("pull-unlooked")
+	f.proved = a.w.plan.proves && !wr.invalidated || fault.On("pull-unlooked")
 }
 
 // copied takes the end of a copy.
@@ -198,9 +198,9 @@ func (a *agent) keeps(f *frame, e *arm) {
 	})
 }
 
-// taken: D has reported the transfer. Its word may cross P's stop. A D that has read the gate is believed if P had told it of all.
+// taken: D has reported the transfer. Its word may cross P's stop. A D that has read the page is believed if P had told it of all.
 func (a *agent) taken(wr *write) {
-	told := wr.next == len(wr.given) && len(wr.given) == len(wr.src)
+	told := wr.next == len(wr.positions) && len(wr.positions) == len(wr.src)
 	if wr.kept || a.w.plan.proves && told {
 		wr.err, wr.acked, wr.quiet = nil, true, true
 		a.settle(wr)
@@ -209,8 +209,8 @@ func (a *agent) taken(wr *write) {
 
 // halt gives a write up: err is why, if nothing was before.
 func (a *agent) halt(wr *write, err error) {
-	first := !wr.closed
-	wr.closed = true
+	first := !wr.invalidated
+	wr.invalidated = true
 	if wr.err == nil {
 		wr.err = err
 	}

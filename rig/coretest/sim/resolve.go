@@ -1,3 +1,5 @@
+// How a P is looked up, as node's finder does it.
+
 package sim
 
 import (

@@ -1,3 +1,5 @@
+// An engine sleeps and wakes with other memory at its blocks' addresses.
+
 package sim
 
 import (
@@ -25,12 +27,12 @@ func (a *agent) sleep() {
 	w.note("%s has other memory", a.id)
 	w.acted(w.now)
 	a.asleep = true
-	given := a.m.Given()
-	slices.Sort(given)
-	given = slices.Compact(given)
+	inUse := a.m.InUse()
+	slices.Sort(inUse)
+	inUse = slices.Compact(inUse)
 	for _, list := range []map[uint64]*half{a.loads, a.offers} {
 		for token, h := range list {
-			if len(h.blocks) == 0 || !slices.Contains(given, h.id) {
+			if len(h.blocks) == 0 || !slices.Contains(inUse, h.id) {
 				continue
 			}
 			a.remapped[token] = true
@@ -41,7 +43,7 @@ func (a *agent) sleep() {
 			})
 		}
 	}
-	for _, id := range given {
+	for _, id := range inUse {
 		why := fmt.Sprintf("region k of %s was mapped anew", a.id)
 		a.event(core.Remapped{ID: id, Reason: why}, "remapped %s%s", id, optional("why", why))
 	}
@@ -56,7 +58,7 @@ func (a *agent) wake() {
 	if a.closing {
 		return
 	}
-	if len(a.m.Given()) > 0 {
+	if len(a.m.InUse()) > 0 {
 		a.after(20*time.Millisecond, a.wake)
 		return
 	}

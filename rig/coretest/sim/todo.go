@@ -1,3 +1,5 @@
+// An agent's goroutines perform the machine's actions late, each in its order.
+
 package sim
 
 import (

@@ -64,20 +64,20 @@ type stream struct {
 const window = 2
 
 type write struct {
-	v      core.Write
-	token  uint64 // of the offer that owns the source
-	link   *link  // nil: D's first stream is waited for
-	gen    int
-	src    []place // in the transfer's linear order, as far as it was given
-	dst    []place // as P thinks
-	given  []int   // positions in them
-	next   int     // first of given that no stream has taken
-	queued bool    // for a stream
-	frames int     // taken, and not read whole
-	err    error
-	acked  bool
-	drips  bool
-	by     *agent
+	v         core.Write
+	token     uint64 // of the offer that owns the source
+	link      *link  // nil: D's first stream is waited for
+	gen       int
+	src       []place // in the transfer's linear order, as far as it was given
+	dst       []place // as P thinks
+	positions []int   // in them, that were given
+	next      int     // first of positions that no stream has taken
+	queued    bool    // for a stream
+	frames    int     // taken, and not read whole
+	err       error
+	acked     bool
+	drips     bool
+	by        *agent
 	pulled
 }
 
@@ -89,7 +89,7 @@ type frame struct {
 	at     []int // of the transfer's places
 	grant  string
 	holds  []content
-	proved bool          // the gate was open when all was copied
+	proved bool          // the page was valid when all was copied
 	late   time.Duration // how long a cut has held it up
 }
 

@@ -1,3 +1,5 @@
+// What is stale changes nothing, what comes twice is done once, and each agent that is found hears of an abort.
+
 package sim
 
 import (

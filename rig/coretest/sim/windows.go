@@ -1,3 +1,5 @@
+// Some worlds give transports plans in place of lists, and cut them anywhere.
+
 package sim
 
 import (

@@ -1,3 +1,5 @@
+// P's half of the modelled transport: it gives frames to idle streams and tells the end once.
+
 package sim
 
 import (
@@ -7,7 +9,7 @@ import (
 func (a *agent) write(v core.Write, token uint64) {
 	if v.Extends {
 		if wr := a.writes[v.ID]; wr != nil && wr.err == nil && !a.shut {
-			if len(wr.given) == 0 { // a second request may have the id, and its offer end a partial one that had no blocks
+			if len(wr.positions) == 0 { // a second request may have the id, and its offer end a partial one that had no blocks
 				wr.token = token
 			}
 			a.give(wr, v)
@@ -57,14 +59,14 @@ func (a *agent) give(wr *write, v core.Write) {
 			src, dst := places(nil, p.SrcRegion, p.SrcOffset, p.Length), places(nil, p.DstRegion, p.DstOffset, p.Length)
 			for i := range src {
 				wr.src[pos], wr.dst[pos] = src[i], dst[i]
-				wr.given = append(wr.given, pos)
+				wr.positions = append(wr.positions, pos)
 				pos++
 			}
 		}
 		pairs = pairs[e.Pairs:]
 	}
-	if v.End == nil && len(wr.given) != len(wr.src) {
-		a.w.fault(v.ID, "%s: %q has %d places, %d of them are given", a.id, v.ID, len(wr.src), len(wr.given))
+	if v.End == nil && len(wr.positions) != len(wr.src) {
+		a.w.fault(v.ID, "%s: %q has %d places, %d of them are given", a.id, v.ID, len(wr.src), len(wr.positions))
 	}
 	if l := wr.link; l != nil && l.gen == wr.gen && l.p == a {
 		l.enqueue(wr)
@@ -73,7 +75,7 @@ func (a *agent) give(wr *write, v core.Write) {
 }
 
 func (l *link) enqueue(wr *write) {
-	if !wr.queued && wr.next < len(wr.given) {
+	if !wr.queued && wr.next < len(wr.positions) {
 		wr.queued = true
 		l.queue = append(l.queue, wr)
 	}
@@ -104,8 +106,8 @@ func (l *link) pump() {
 				continue
 			}
 			blocks := len(wr.v.Dst.Blocks[0])
-			upTo := min(wr.next+(len(wr.src)+blocks-1)/blocks, len(wr.given))
-			f := &frame{wr: wr, link: l, gen: l.gen, n: n, at: wr.given[wr.next:upTo], grant: string(wr.v.Grant)}
+			upTo := min(wr.next+(len(wr.src)+blocks-1)/blocks, len(wr.positions))
+			f := &frame{wr: wr, link: l, gen: l.gen, n: n, at: wr.positions[wr.next:upTo], grant: string(wr.v.Grant)}
 			wr.next = upTo
 			l.enqueue(wr)
 			wr.frames++
@@ -168,7 +170,7 @@ func (l *link) kick(gen int) {
 }
 
 func (a *agent) acked(wr *write) {
-	if wr.err == nil && wr.next == len(wr.given) && len(wr.given) == len(wr.src) {
+	if wr.err == nil && wr.next == len(wr.positions) && len(wr.positions) == len(wr.src) {
 		wr.acked = true
 		a.settle(wr)
 	}

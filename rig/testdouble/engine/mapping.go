@@ -1,3 +1,5 @@
+// Device memory that was mapped by handles, as engines that sleep have it.
+
 package engine
 
 import (

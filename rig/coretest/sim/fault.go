@@ -1,3 +1,5 @@
+// Faults are planned: one by one, and some that several ranks must have together.
+
 package sim
 
 import (
@@ -6,8 +8,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// trouble plans one fault.
-func (w *world) trouble(prefills []*host) {
+// planFault plans one fault.
+func (w *world) planFault(prefills []*host) {
 	h := w.hosts[w.rnd.IntN(len(w.hosts))]
 	if w.chance(0.4) {
 		h = prefills[w.rnd.IntN(len(prefills))]

@@ -1,3 +1,5 @@
+// Something is done to a transfer when its first bytes have landed, and before its last.
+
 package coretest
 
 import (
@@ -19,16 +21,16 @@ func (e *endpoint) landed(blocks [][]kv.BlockID) {
 	}
 }
 
-// inMidst starts a big write, calls cut when the write's first bytes have landed, and then
-// calls after. If the write ended well all the same, inMidst tries again with more bytes.
-func inMidst(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]kv.BlockID)) {
-	inMidstOf(t, f, open, open, cut, after)
+// midTransfer starts a big write, calls cut when the write's first bytes have landed, and then
+// calls after. If the write ended well all the same, midTransfer tries again with more bytes.
+func midTransfer(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]kv.BlockID)) {
+	midTransferOf(t, f, open, open, cut, after)
 }
 
 // opener is open or openRemote.
 type opener func(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint
 
-func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]kv.BlockID)) {
+func midTransferOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]kv.BlockID)) {
 	const blockBytes = 256<<10 + 4
 	size := f.BigBytes
 	for try := range 8 {
@@ -54,7 +56,7 @@ func inMidstOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *endp
 	t.Errorf("no write was caught in the middle: raise Fixture.BigBytes from %d", f.BigBytes)
 }
 
-// arrived says whether the transfer of inMidst ended well at its receiver.
+// arrived says whether the transfer of midTransfer ended well at its receiver.
 func arrived(d *endpoint) bool {
 	for _, o := range d.sink.All("received", "t") {
 		if o.Err == nil {

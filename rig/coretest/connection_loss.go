@@ -1,3 +1,5 @@
+// Cases in which a write is stopped, or an agent is gone, in the middle of a transfer.
+
 package coretest
 
 import (
@@ -10,7 +12,7 @@ import (
 )
 
 func stopDuring(t *testing.T, f Fixture) {
-	inMidst(t, f,
+	midTransfer(t, f,
 		func(p, d *endpoint) { p.tr.Stop("t") },
 		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)
@@ -26,7 +28,7 @@ func stopDuring(t *testing.T, f Fixture) {
 }
 
 func senderGone(t *testing.T, f Fixture) {
-	inMidst(t, f,
+	midTransfer(t, f,
 		func(p, d *endpoint) { p.close() },
 		func(p, d *endpoint, dst [][]kv.BlockID) {
 			d.sink.waitFor("word that the sender is gone", func() (Outcome, bool) {
@@ -44,7 +46,7 @@ func senderGone(t *testing.T, f Fixture) {
 
 func receiverGone(t *testing.T, f Fixture) {
 	var frozen []byte
-	inMidst(t, f,
+	midTransfer(t, f,
 		func(p, d *endpoint) {
 			d.close()
 			frozen = d.snapshot()
@@ -61,7 +63,7 @@ func receiverGone(t *testing.T, f Fixture) {
 }
 
 func dismissDuring(t *testing.T, f Fixture) {
-	inMidst(t, f,
+	midTransfer(t, f,
 		func(p, d *endpoint) { p.tr.Dismiss(d.id) },
 		func(p, d *endpoint, dst [][]kv.BlockID) {
 			o := p.sink.Wait("written", "t", 1)

@@ -16,25 +16,25 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// say writes a hello and reads the welcome.
-func (a *agent) hail(c *net.UnixConn, h hello) welcome {
+// say writes a hello and reads the challenge.
+func (a *agent) hail(c *net.UnixConn, h hello) challenge {
 	a.t.Helper()
 	if _, err := c.Write(h.bytes()); err != nil {
 		a.t.Fatal(err)
 	}
-	b, err := read(c, welcomeSize)
+	b, err := read(c, challengeSize)
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	w, err := parseWelcome(b)
+	w, err := parseChallenge(b)
 	if err != nil {
 		a.t.Fatal(err)
 	}
 	return w
 }
 
-// claims says a claim and reads the verdict.
-func (a *agent) claims(c *net.UnixConn, cl *claimed) verdict {
+// responds says a response and reads the verdict.
+func (a *agent) responds(c *net.UnixConn, cl *response) verdict {
 	a.t.Helper()
 	if _, err := c.Write(cl.bytes()); err != nil {
 		a.t.Fatal(err)
@@ -53,13 +53,13 @@ func (a *agent) poses(peer core.AgentID) *net.UnixConn {
 	ticket, c := random(a.ticket(peer)), a.socket()
 	h := hello{ticket.name(), newRandom()}
 	w := a.hail(c, h)
-	cl := claimed{claim: claimRead}
+	cl := response{kind: responseRead}
 	var errno syscall.Errno
 	if cl.read, errno = readRandom(linux{}, os.Getpid(), w.address); errno != 0 {
 		a.t.Fatal(errno)
 	}
 	cl.prove(ticket, h, &w)
-	if v := a.claims(c, &cl); v != verdictReady {
+	if v := a.responds(c, &cl); v != verdictReady {
 		a.t.Fatalf("verdict %d", v)
 	}
 	if b, err := read(c, 4+verdictSize); err != nil || string(b) != string(append(make([]byte, 4), verdictReady.bytes(0)...)) {
@@ -68,23 +68,23 @@ func (a *agent) poses(peer core.AgentID) *net.UnixConn {
 	return c
 }
 
-// TestStrangers: whoever does not prove himself is refused, and the others go on.
-func TestStrangers(t *testing.T) {
+// TestUnauthenticated: whoever does not prove himself is refused, and the others go on.
+func TestUnauthenticated(t *testing.T) {
 	p, d := two(t, nil)
 	moves(t, "before", p, d)
-	ticket := random(p.ticket("stranger"))
-	knows := func(change func(cl *claimed)) func(c *net.UnixConn) {
+	ticket := random(p.ticket("unknown"))
+	knows := func(change func(cl *response)) func(c *net.UnixConn) {
 		return func(c *net.UnixConn) {
 			h := hello{ticket.name(), newRandom()}
 			w := p.hail(c, h)
 			if !w.proof.equals(w.proofOf(ticket, h)) {
 				t.Error("the prefill agent has not proved itself")
 			}
-			cl := claimed{claim: claimRead}
+			cl := response{kind: responseRead}
 			cl.read, _ = readRandom(linux{}, os.Getpid(), w.address)
 			cl.prove(ticket, h, &w)
 			change(&cl)
-			if v := p.claims(c, &cl); v == verdictReady || v == verdictAgain {
+			if v := p.responds(c, &cl); v == verdictReady || v == verdictAgain {
 				t.Errorf("verdict %d", v)
 				c.Close()
 			}
@@ -104,8 +104,8 @@ func TestStrangers(t *testing.T) {
 				t.Errorf("%+v", w)
 			}
 		},
-		"the name alone": knows(func(cl *claimed) { cl.proof = newRandom() }),
-		"another claim":  knows(func(cl *claimed) { cl.claim = claimBarred }), // of which the proof is not
+		"the name alone":   knows(func(cl *response) { cl.proof = newRandom() }),
+		"another response": knows(func(cl *response) { cl.kind = responseBarred }), // of which the proof is not
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := p.socket()
@@ -117,9 +117,9 @@ func TestStrangers(t *testing.T) {
 		c := p.socket()
 		h := hello{ticket.name(), newRandom()}
 		w := p.hail(c, h)
-		cl := claimed{claim: claimRead, read: newRandom()}
+		cl := response{kind: responseRead, read: newRandom()}
 		cl.prove(ticket, h, &w)
-		if v := p.claims(c, &cl); v != verdictWrong {
+		if v := p.responds(c, &cl); v != verdictWrong {
 			t.Errorf("verdict %d", v)
 			c.Close()
 		}
@@ -139,13 +139,13 @@ func TestOverheardWords(t *testing.T) {
 	h := hello{ticket.name(), newRandom()}
 	w := p.hail(one, h)
 	p.hail(other, h)
-	cl := claimed{claim: claimRead}
+	cl := response{kind: responseRead}
 	cl.read, _ = readRandom(linux{}, os.Getpid(), w.address)
 	cl.prove(ticket, h, &w)
-	if v := p.claims(other, &cl); v != verdictWrong {
+	if v := p.responds(other, &cl); v != verdictWrong {
 		t.Errorf("verdict %d on another socket", v)
 	}
-	if v := p.claims(one, &cl); v != verdictReady {
+	if v := p.responds(one, &cl); v != verdictReady {
 		t.Errorf("verdict %d", v)
 	}
 }
@@ -180,7 +180,7 @@ func impostor(t *testing.T, serve func(c *net.UnixConn)) (endpoint string) {
 }
 
 // answers is a prefill agent's part of a meeting.
-func answers(c *net.UnixConn, ticket random, change func(w *welcome)) (cl claimed, err error) {
+func answers(c *net.UnixConn, ticket random, change func(w *challenge)) (cl response, err error) {
 	b, err := read(c, helloSize)
 	if err != nil {
 		return cl, err
@@ -192,16 +192,16 @@ func answers(c *net.UnixConn, ticket random, change func(w *welcome)) (cl claime
 	secret := new(random)
 	*secret = newRandom()
 	defer held(secret)()
-	w := welcome{salt: newRandom(), address: uint64(uintptr(unsafe.Pointer(secret)))}
+	w := challenge{salt: newRandom(), address: uint64(uintptr(unsafe.Pointer(secret)))}
 	change(&w)
 	w.prove(ticket, h)
 	if _, err := c.Write(w.bytes()); err != nil {
 		return cl, err
 	}
-	if b, err = read(c, claimSize); err != nil {
+	if b, err = read(c, responseSize); err != nil {
 		return cl, err
 	}
-	return parseClaim(b), nil
+	return parseResponse(b), nil
 }
 
 // TestImpostor: a process that listens at a dead agent's name proves nothing and learns nothing.
@@ -213,25 +213,25 @@ func TestImpostor(t *testing.T) {
 		says  string
 	}{
 		"closes": {func(t *testing.T, c *net.UnixConn) {}, "has not answered the hello"},
-		"junk":   {func(t *testing.T, c *net.UnixConn) { _, _ = c.Write(make([]byte, welcomeSize)) }, "no kvconn agent"},
+		"junk":   {func(t *testing.T, c *net.UnixConn) { _, _ = c.Write(make([]byte, challengeSize)) }, "no kvconn agent"},
 		"no ticket": {func(t *testing.T, c *net.UnixConn) {
-			if _, err := answers(c, newRandom(), func(*welcome) {}); !errors.Is(err, io.EOF) && !errors.Is(err, syscall.ECONNRESET) {
+			if _, err := answers(c, newRandom(), func(*challenge) {}); !errors.Is(err, io.EOF) && !errors.Is(err, syscall.ECONNRESET) {
 				t.Errorf("it got more than a hello: %v", err)
 			}
 		}, "another program"},
 		"an address of nothing": {func(t *testing.T, c *net.UnixConn) {
-			cl, err := answers(c, ticket, func(w *welcome) { w.address = 8 })
-			if err != nil || cl.claim != claimGiveUp {
+			cl, err := answers(c, ticket, func(w *challenge) { w.address = 8 })
+			if err != nil || cl.kind != responseGiveUp {
 				t.Errorf("%+v, %v", cl, err)
 			}
 			_, _ = c.Write(verdictBarred.bytes(uint32(syscall.EPERM)))
 		}, "has not got what"},
 		"a value of another": {func(t *testing.T, c *net.UnixConn) {
-			_, _ = answers(c, ticket, func(*welcome) {})
+			_, _ = answers(c, ticket, func(*challenge) {})
 			_, _ = c.Write(verdictWrong.bytes(0))
 		}, "another process listens"},
-		"a refusal":     {func(t *testing.T, c *net.UnixConn) { _, _ = c.Write((&welcome{refused: refusedFull}).bytes()) }, "as many connections"},
-		"a new refusal": {func(t *testing.T, c *net.UnixConn) { _, _ = c.Write((&welcome{refused: 99}).bytes()) }, "code 99"},
+		"a refusal":     {func(t *testing.T, c *net.UnixConn) { _, _ = c.Write((&challenge{refused: refusedFull}).bytes()) }, "as many connections"},
+		"a new refusal": {func(t *testing.T, c *net.UnixConn) { _, _ = c.Write((&challenge{refused: 99}).bytes()) }, "code 99"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := start(t, "d", Config{}, nil)
@@ -260,25 +260,25 @@ func TestSilentImpostor(t *testing.T) {
 // TestOtherWords: each word of a meeting is in its proofs.
 func TestOtherWords(t *testing.T) {
 	ticket, h := newRandom(), hello{newRandom(), newRandom()}
-	w := welcome{salt: newRandom(), address: 1 << 40}
+	w := challenge{salt: newRandom(), address: 1 << 40}
 	w.prove(ticket, h)
-	cl := claimed{claim: claimRead, read: newRandom()}
+	cl := response{kind: responseRead, read: newRandom()}
 	cl.prove(ticket, h, &w)
-	for i := range welcomeSize - 16 {
+	for i := range challengeSize - 16 {
 		if i < 4 { // the magic is checked by itself
 			continue
 		}
 		b := w.bytes()
 		b[i] ^= 1
-		if got, err := parseWelcome(b); err != nil || got.proof.equals(got.proofOf(ticket, h)) {
-			t.Errorf("byte %d of the welcome is not proved", i)
+		if got, err := parseChallenge(b); err != nil || got.proof.equals(got.proofOf(ticket, h)) {
+			t.Errorf("byte %d of the challenge is not proved", i)
 		}
 	}
-	for i := range claimSize - 16 {
+	for i := range responseSize - 16 {
 		b := cl.bytes()
 		b[i] ^= 1
-		if got := parseClaim(b); got.proof.equals(got.proofOf(ticket, h, &w)) {
-			t.Errorf("byte %d of the claim is not proved", i)
+		if got := parseResponse(b); got.proof.equals(got.proofOf(ticket, h, &w)) {
+			t.Errorf("byte %d of the response is not proved", i)
 		}
 	}
 	if w.proof.equals(w.proofOf(newRandom(), h)) || cl.proof.equals(cl.proofOf(newRandom(), h, &w)) {

@@ -8,9 +8,9 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// Far is memory that nobody in this process can touch, as a GPU's is: the suite fills it and looks at it
+// DeviceMemory is memory that nobody in this process can touch, as a GPU's is: the suite fills it and looks at it
 // by copies, and keeps a copy of its own.
-type Far interface {
+type DeviceMemory interface {
 	// Address is where transports find its first byte.
 	Address() uint64
 	// Read copies what lies from an offset on; when it returns, into holds it.
@@ -19,20 +19,20 @@ type Far interface {
 	Write(at uint64, from []byte)
 }
 
-// goFar gives regions their bases: in far memory where the device holds them, else in mem.
-func (a *arena) goFar(t *testing.T, mem []byte, regions []kv.Region, device *Device) {
+// placeOnDevice gives regions their bases: in device memory where the device holds them, else in mem.
+func (a *arena) placeOnDevice(t *testing.T, mem []byte, regions []kv.Region, device *Device) {
 	t.Helper()
-	var fars []Far
-	for _, alloc := range device.Far {
-		fars = append(fars, alloc(t, len(mem)))
+	var memories []DeviceMemory
+	for _, alloc := range device.Memories {
+		memories = append(memories, alloc(t, len(mem)))
 	}
-	a.far = make([]Far, len(regions))
+	a.onDevice = make([]DeviceMemory, len(regions))
 	put(regions, func(i int) uint64 {
 		if device.Holds != nil && !device.Holds(i) {
 			return uint64(uintptr(unsafe.Pointer(&mem[0])))
 		}
-		a.far[i] = fars[i%len(fars)]
-		return a.far[i].Address()
+		a.onDevice[i] = memories[i%len(memories)]
+		return a.onDevice[i].Address()
 	})
 }
 
@@ -47,28 +47,28 @@ func (a *arena) around(region int) (begin, end uint64) {
 // pullBytes has a part of mem, in one region, be what the memory holds now. Where mem is the memory, there
 // is nothing to do, here and below.
 func (a *arena) pullBytes(region int, begin, end uint64) {
-	if a.far != nil && a.far[region] != nil {
-		a.far[region].Read(begin, a.mem[begin:end])
+	if a.onDevice != nil && a.onDevice[region] != nil {
+		a.onDevice[region].Read(begin, a.mem[begin:end])
 	}
 }
 
 // pull is pullBytes of everything.
 func (a *arena) pull() {
-	for i := range a.far {
+	for i := range a.onDevice {
 		begin, end := a.around(i)
 		a.pullBytes(i, begin, end)
 	}
 }
 
 func (a *arena) pushBytes(region int, begin, end uint64) {
-	if a.far != nil && a.far[region] != nil {
-		a.far[region].Write(begin, a.mem[begin:end])
+	if a.onDevice != nil && a.onDevice[region] != nil {
+		a.onDevice[region].Write(begin, a.mem[begin:end])
 	}
 }
 
 // push has the memory hold what mem does.
 func (a *arena) push() *arena {
-	for i := range a.far {
+	for i := range a.onDevice {
 		begin, end := a.around(i)
 		a.pushBytes(i, begin, end)
 	}
@@ -77,7 +77,7 @@ func (a *arena) push() *arena {
 
 // pushBlocks is push of the blocks at the positions from begin to end. Neighbours go by one copy.
 func (a *arena) pushBlocks(blocks [][]kv.BlockID, begin, end int) {
-	for i := range a.far {
+	for i := range a.onDevice {
 		r := &a.layout.Regions[i]
 		if int(r.Group) >= len(blocks) {
 			continue

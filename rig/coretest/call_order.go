@@ -1,3 +1,5 @@
+// Cases of ids that come twice or that nobody knows, and of calls after Close.
+
 package coretest
 
 import (
@@ -28,7 +30,7 @@ func idAgain(t *testing.T, f Fixture) {
 
 // expectTwice: a part of a transfer is expected twice. The error names the transfer as the engine knows it.
 func expectTwice(t *testing.T, f Fixture) {
-	const part = "t" + core.PartMark + "0/2@0"
+	const part = "t" + core.PartSeparator + "0/2@0"
 	p, d := pair(t, f, dense(4096, 20), dense(4096, 20))
 	src, dst := [][]kv.BlockID{sequence(0, 5)}, [][]kv.BlockID{sequence(1, 5)}
 	p.paint(1, src)
@@ -57,7 +59,7 @@ func unknownIDs(t *testing.T, f Fixture) {
 }
 
 // closed: an idle transport closes at once, from several goroutines too, and
-// takes no more orders.
+// takes no more calls.
 func closed(t *testing.T, f Fixture) {
 	p, d := pair(t, f, dense(4096, 4), dense(4096, 4))
 	blocks := [][]kv.BlockID{sequence(0, 4)}

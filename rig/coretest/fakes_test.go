@@ -12,8 +12,8 @@ import (
 	"github.com/kvconn/kvconn/wire"
 )
 
-// TestGate cuts a write of four chunks at the third one.
-func TestGate(t *testing.T) {
+// TestOnChunk cuts a write of four chunks at the third one.
+func TestOnChunk(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		cut  func(p, d *endpoint)
@@ -29,7 +29,7 @@ func TestGate(t *testing.T) {
 				return n.NewTransport(id, l, sink)
 			}}
 			p, d := pair(t, f, dense(chunk, 8), dense(chunk, 8))
-			n.Gate(func(id core.TransferID, k int) {
+			n.OnChunk(func(id core.TransferID, k int) {
 				if id == "t" && k == 2 {
 					c.cut(p, d)
 				}
@@ -119,7 +119,7 @@ func TestBusFaults(t *testing.T) {
 		calls <- req.From
 		return &wire.Reply{}
 	})
-	gate := make(chan struct{})
+	onChunk := make(chan struct{})
 	boom := errors.New("boom")
 	for _, f := range []struct {
 		name  string
@@ -132,7 +132,7 @@ func TestBusFaults(t *testing.T) {
 		{"drop reply", Fault{DropReply: true}, context.Canceled, 1},
 		{"twice", Fault{Twice: true}, nil, 2},
 		{"error", Fault{Err: boom}, boom, 0},
-		{"wait", Fault{Wait: gate}, context.DeadlineExceeded, 0},
+		{"wait", Fault{Wait: onChunk}, context.DeadlineExceeded, 0},
 	} {
 		t.Run(f.name, func(t *testing.T) {
 			c.SetFault(func(Message) Fault { return f.fault })
@@ -166,9 +166,9 @@ func TestBusFaults(t *testing.T) {
 		_, err := d.Request(context.Background(), "", "p1", finish("d1"))
 		done <- err
 	}()
-	close(gate)
+	close(onChunk)
 	if err := <-done; err != nil {
-		t.Errorf("after the gate was opened: %v", err)
+		t.Errorf("after the fault was lifted: %v", err)
 	}
 	<-calls
 }

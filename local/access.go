@@ -15,8 +15,8 @@ import (
 	"github.com/kvconn/kvconn/kv"
 )
 
-// reach is D's way to one space of a P's memories. It belongs to one link.
-type reach interface {
+// memoryAccess is how D gets at one space of a P's memories. It belongs to one link.
+type memoryAccess interface {
 	// open opens one memory more of the space. The caller closes the file, if there is one.
 	open(m *memory, file *os.File) error
 	// copy copies a batch whose runs lie in memories that are open, and says how many bytes it did
@@ -33,8 +33,8 @@ type prefill struct {
 	pids string // its process namespace
 }
 
-// reachOf makes the way to a space whose memories are of a kind.
-func (t *Transport) reachOf(kind memoryKind, of prefill) (reach, error) {
+// accessOf makes the access to a space whose memories are of a kind.
+func (t *Transport) accessOf(kind memoryKind, of prefill) (memoryAccess, error) {
 	switch kind {
 	case memoryFile:
 		return &views{t: t}, nil
@@ -46,29 +46,29 @@ func (t *Transport) reachOf(kind memoryKind, of prefill) (reach, error) {
 	return nil, fmt.Errorf("it is of kind %d, which this version does not know: run the same kvconn on both", kind)
 }
 
-// reaches are what a D has opened of a P.
-type reaches struct {
+// peerAccess is what a D has opened of a P.
+type peerAccess struct {
 	spaces  spaces
-	bySpace map[uint32]reach
+	bySpace map[uint32]memoryAccess
 	process bool // D may read P's process too
 	of      prefill
 }
 
-// to is the way to a space; nil: P's process is read.
-func (r *reaches) to(space uint32) reach { return r.bySpace[space] }
+// to is the access to a space; nil: P's process is read.
+func (r *peerAccess) to(space uint32) memoryAccess { return r.bySpace[space] }
 
 // close gives all back.
-func (r *reaches) close() {
-	for _, way := range r.bySpace {
+func (r *peerAccess) close() {
+	for _, access := range r.bySpace {
 		if !fault.On("local-kept-open") {
-			way.close()
+			access.close()
 		}
 	}
 	r.bySpace, r.spaces = nil, nil
 }
 
 // check refuses runs that leave the space that they are said to lie in.
-func (r *reaches) check(f *spoken) error {
+func (r *peerAccess) check(f *spoken) error {
 	if f.space == processMemory {
 		if !r.process {
 			return errors.New("runs of the prefill agent's process, which this one does not read")
@@ -84,11 +84,11 @@ func (r *reaches) check(f *spoken) error {
 }
 
 // open reads P's list of memories, opens those that it can, and answers which it could not. Then P decides whether to go on.
-func (r *reaches) open(t *Transport, conn *net.UnixConn) error {
+func (r *peerAccess) open(t *Transport, conn *net.UnixConn) error {
 	kinds, reasons := map[uint32]memoryKind{}, []string{}
 	var opened []memory
 	var refused error
-	r.bySpace = map[uint32]reach{}
+	r.bySpace = map[uint32]memoryAccess{}
 	err := hearMemories(conn, func(m *memory, file *os.File) error {
 		if k, known := kinds[m.space]; known && k != m.kind {
 			return fmt.Errorf("%v is of kind %d, others of its space are of kind %d", m, m.kind, k)
@@ -130,19 +130,19 @@ func (r *reaches) open(t *Transport, conn *net.UnixConn) error {
 	return nil
 }
 
-func (r *reaches) add(t *Transport, m *memory, file *os.File) error {
-	way := r.bySpace[m.space]
-	if way == nil {
+func (r *peerAccess) add(t *Transport, m *memory, file *os.File) error {
+	access := r.bySpace[m.space]
+	if access == nil {
 		var err error
-		if way, err = t.reachOf(m.kind, r.of); err != nil {
+		if access, err = t.accessOf(m.kind, r.of); err != nil {
 			return err
 		}
-		r.bySpace[m.space] = way
+		r.bySpace[m.space] = access
 	}
 	if m.kind.described() != (file != nil) {
 		return errors.New("a descriptor must come with a file, and with nothing else")
 	}
-	return way.open(m, file)
+	return access.open(m, file)
 }
 
 // offerMemories lists P's memories to D, and finds out whether those that D opens will do.
@@ -182,9 +182,9 @@ func (s *sender) offerMemories(ol *outLink, process bool) error {
 	if refused != nil {
 		s.t.cfg.Logger.Info("a decode agent reads memory out of this process, which is slower", zap.String("peer", string(ol.taker.id)), zap.Error(refused))
 	}
-	ways := s.t.waysTo(ol.spaces)
+	methods := s.t.methodsTo(ol.spaces)
 	s.mu.Lock()
-	ol.taker.ways = ways // before D hears that it may begin
+	ol.taker.methods = methods // before D hears that it may begin
 	s.mu.Unlock()
 	_, err = conn.Write(verdictReady.bytes(0))
 	return err
