@@ -18,6 +18,7 @@ import (
 // many bytes came. If the blocks cannot be written, it ends the transfer, and returns nil in its place. If goesOn is true, copies may still be
 // under way, and the next frame is the transfer's too.
 func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, goesOn bool, err error) {
+	s.staging.grew = false
 	got, in, err = s.readAll(in, h)
 	if err == nil && in != nil && s.goesOn(h.key) {
 		return got, in, true, nil
@@ -34,9 +35,10 @@ func (s *inStream) payload(in *inbound, h *header) (got uint64, _ *inbound, goes
 
 // goesOn says whether the copies of a frame can go on while the next frame is read. The next frame must be of the same transfer, and its whole
 // header must have come: then the stream does not wait for its peer before it looks whether the transfer was revoked, so Revoke waits for
-// copies only. A sealed stream's header is not known before it is read.
+// copies only. A frame without bytes for the device holds no slot of the frames before: a peer could send such frames without an end. A
+// sealed stream's header is not known before it is read.
 func (s *inStream) goesOn(grant random) bool {
-	if len(s.staging.slots) == 0 || s.staging.ready != nil || s.sealed != nil || fault.On("tcp-frame-waits") {
+	if len(s.staging.slots) == 0 || !s.staging.grew || s.staging.ready != nil || s.sealed != nil || fault.On("tcp-frame-waits") {
 		return false
 	}
 	var next header
