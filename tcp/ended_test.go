@@ -37,7 +37,7 @@ func (a *agent) halfStream(t *testing.T) (st *outStream, far *net.TCPConn) {
 	}
 	a.admit(t, "d")
 	s := &a.sender
-	st = &outStream{conn: conn, raw: raw, peer: s.peers["d"], outFrame: newOutFrame(), next: newOutFrame()}
+	st = &outStream{conn: conn, raw: raw, peer: s.peers["d"], outFrame: newOutFrame(), next: &outFrame{}}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.addStream(st, 1)

@@ -108,9 +108,6 @@ func (s *sender) cannotRead(st *outStream, out *outbound, frame, sent uint64, er
 	tell := s.settle(out)
 	if goesOn = sent == 0; goesOn {
 		st.offset -= frame
-		if st.next.out != nil { // it is the same transfer's, and is given back too
-			st.offset -= st.next.length
-		}
 	}
 	s.mu.Unlock()
 	s.tell(out, tell)

@@ -15,8 +15,6 @@ import (
 	"time"
 	"unsafe"
 
-	"go.uber.org/zap"
-
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/quota"
@@ -35,6 +33,7 @@ type sender struct {
 	pending  pendingConns
 	grace    time.Duration              // see returnGrace
 	late     time.Duration              // see awaitCause
+	stop     time.Duration              // see stopBound
 	meter    func([]*outStream) reading // see meter
 	closed   bool
 }
@@ -77,9 +76,10 @@ type outStream struct {
 	still     int              // how many looks since then have seen no further ones
 	rested    []random         // transfers that rested when it was opened: the stream is to say of each that it lives
 	*outFrame                  // that is written
-	next      *outFrame        // see lookAhead
+	next      *outFrame        // the one after it, if one is cut; see lookAhead
 	slow      bool             // the peer is slow; see tenure
 	yielded   bool             // slots were given back in this frame
+	mayCopy   bool             // a slot's copy may read a transfer's blocks for ever: the stream ends, and nobody is told that this write has ended
 	sealed    *seals           // nil: the stream is plain
 	sealing   sealing          // of the frame that is written
 	first     [headerSize]byte // of a sealed stream: P's answer to the hello
@@ -87,8 +87,8 @@ type outStream struct {
 
 // outFrame is a frame that a stream has taken.
 type outFrame struct {
-	out    *outbound // whose it is; nil: of no transfer, or there is no frame
-	length uint64    // header included
+	out    *outbound // of the frame that follows: whose it is; nil: none is cut
+	length uint64    // the same frame's, header included
 	vec    []iovec   // vec[0] is the header in hdr
 	hdr    [headerSize]byte
 	source source
@@ -97,7 +97,7 @@ type outFrame struct {
 func newOutFrame() *outFrame { return &outFrame{vec: make([]iovec, 0, maxVector)} }
 
 func (s *sender) init(t *Transport) {
-	s.t, s.grace, s.late, s.meter = t, returnGrace, step, meter
+	s.t, s.grace, s.late, s.stop, s.meter = t, returnGrace, step, stopBound, meter
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -274,7 +274,7 @@ func (s *sender) run(st *outStream) {
 		s.streamEnded(st, err)
 		return
 	}
-	defer s.giveBack(st)
+	defer s.giveBack(st) // if the stream ends between two frames
 	for {
 		out, left := s.take(st)
 		if left == 0 {
@@ -285,15 +285,13 @@ func (s *sender) run(st *outStream) {
 			s.wrote(st.peer, sent)
 		}
 		switch {
-		case errors.Is(err, ErrMayCopy): // its blocks are never free: nobody is told that the write has ended
-			s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(out.id)), zap.Error(err))
+		case errors.Is(err, ErrMayCopy):
 			s.streamEnded(st, err)
 			return
 		case out != nil && ofMemory(err):
 			if !s.cannotRead(st, out, left, sent, err) {
 				return
 			}
-			s.giveBack(st)
 			continue
 		case out != nil:
 			s.mu.Lock()
@@ -312,8 +310,8 @@ func (s *sender) run(st *outStream) {
 }
 
 // take waits for a transfer with bytes to send and cuts a frame off it into the stream's
-// vector. The frame may also belong to no transfer. It returns the number of bytes, 0 when the
-// stream ends.
+// vector. If a frame was cut ahead, it is that one. The frame may also belong to no transfer. It returns the number
+// of bytes, 0 when the stream ends.
 func (s *sender) take(st *outStream) (*outbound, uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -374,6 +372,9 @@ func (s *sender) cut(st *outStream, f *outFrame, out *outbound) uint64 {
 	f.vec, h.position, h.length = out.cut(append(f.vec[:0], iovec{}), s.t.cfg.FrameBytes)
 	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
 	st.frame(f, &h)
+	if s.t.devices.mover != nil {
+		f.source.begins(f.vec)
+	}
 	out.frames++
 	if out.left > 0 {
 		out.peer.queue = append(out.peer.queue, out)
@@ -392,22 +393,28 @@ func (s *sender) takeAhead(st *outStream, out *outbound) bool {
 		return false
 	}
 	p.queue = p.queue[1:]
-	st.next.out, st.next.length = out, s.cut(st, st.next, out)
+	n := st.next
+	if n.vec == nil { // a stream that never looks ahead has no use for it
+		n.vec = newOutFrame().vec
+	}
+	n.out, n.length = out, s.cut(st, n, out)
 	return true
 }
 
-// giveBack gives the frame that follows back, if one is cut. The stream has ended, or its transfer has.
+// giveBack gives the frame that follows back, if one is cut. It returns when no copy of it goes on. The stream has ended, or the transfer of
+// this frame and the one before has.
 func (s *sender) giveBack(st *outStream) {
-	out := st.next.out
+	n := st.next
+	out := n.out
 	if out == nil {
 		return
 	}
-	st.next.out, st.next.source.begun = nil, false
-	if !st.next.source.end() { // nobody is told that the write has ended
-		s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(out.id)))
+	n.out = nil
+	if n.source.end(); st.mayCopy {
 		return
 	}
 	s.mu.Lock()
+	st.offset -= n.length
 	out.frames--
 	out.paces()
 	tell := s.settle(out)

@@ -12,9 +12,11 @@ import (
 	"syscall"
 	"time"
 
+	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/invariants"
 )
 
 // window is the most slots that one stream has at a time. A stream waits for a slot only while it
@@ -33,16 +35,14 @@ const (
 // source is where the bytes of a frame come from. A stream's goroutine takes the frame apart.
 // Parts in device memory are copied into slots, ahead of the part that is written.
 type source struct {
-	w       *frameWriter
-	frame   []iovec // as it was cut
-	store   []iovec
-	rest    []iovec // of the frame, not begun; in store
-	ahead   []sourcePart
-	staged  int    // slots in ahead
-	done    uint64 // bytes of the frame that are written
-	begun   bool   // by lookAhead
-	mayCopy bool   // a slot's copy may read for ever
-	runs    []Run
+	w      *frameWriter
+	frame  []iovec // as it was cut
+	store  []iovec
+	rest   []iovec // of the frame, not begun; in store
+	ahead  []sourcePart
+	staged int    // slots in ahead
+	done   uint64 // bytes of the frame that are written
+	runs   []Run
 }
 
 // sourcePart is a part of a frame in memory that a socket can read once its copy has passed.
@@ -59,21 +59,26 @@ var noWait = func() context.Context {
 	return ctx
 }()
 
-// writeStaged writes a frame to a stream. Some of the frame's bytes may lie in device memory.
+// writeStaged writes a frame to a stream. Some of the frame's bytes may lie in device memory. However it ends, no copy of the frame goes on. If
+// it fails, none of the frame that follows does either.
 func (w *frameWriter) writeStaged(length uint64) (sent uint64, err error) {
 	w.idle.each = tenure
-	c, ahead := &w.st.source, w.st.source.begun
-	if c.w, c.begun = w, false; !ahead {
-		c.begins(w, w.st.vec)
-	}
+	c := &w.st.source
+	c.w = w
 	w.st.slow, w.st.yielded = w.st.yielded, false
 	defer func() {
 		c.end()
-		if c.mayCopy {
+		if err != nil {
+			w.s.giveBack(w.st)
+		}
+		if w.st.mayCopy {
 			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
 		}
 	}()
-	if ahead && w.stops() {
+	if err := w.seal(length); err != nil {
+		return 0, err
+	}
+	if w.stops() {
 		return 0, &copyError{"write a frame", errGivenUp}
 	}
 	for {
@@ -113,24 +118,27 @@ func (c *source) until() time.Time {
 	return time.Now().Add(tenure)
 }
 
-func (c *source) begins(w *frameWriter, frame []iovec) {
-	c.w, c.frame, c.done = w, frame, 0
+// begins is called with each frame that is cut.
+func (c *source) begins(frame []iovec) {
+	if invariants.Enabled {
+		invariants.Must(len(c.ahead) == 0 && c.staged == 0, "%d parts of another frame, %d slots", len(c.ahead), c.staged)
+	}
+	c.frame, c.done = frame, 0
 	c.rewind()
 }
 
-// lookAhead cuts the frame that follows, when all parts of this one have begun, and begins its copies: so the device need not wait until
-// this frame is written. A slow peer has no copies ahead.
+// lookAhead cuts the frame that follows, when all parts of this one have begun and the stream may have one more slot, and begins its copies:
+// so the device need not wait until this frame is written. A slow peer has no copies ahead.
 func (c *source) lookAhead() {
 	st, n := c.w.st, c.w.st.next
-	if len(c.rest) > 0 || st.slow {
+	if len(c.rest) > 0 || st.slow || c.staged+n.source.staged >= window {
 		return
 	}
 	if n.out == nil {
 		if !c.w.s.takeAhead(st, c.w.out) {
 			return
 		}
-		n.source.begins(c.w, n.vec)
-		n.source.begun = true
+		n.source.w = c.w
 	}
 	for len(n.source.rest) > 0 && len(n.source.ahead) <= window && c.staged+n.source.staged < window {
 		p, err := n.source.begin(false)
@@ -147,17 +155,17 @@ func (c *source) rewind() {
 	c.rest = drop(c.store, uintptr(c.done))
 }
 
-// yield gives all slots of the stream back.
+// yield gives all slots of the stream back; false if a copy may still read.
 func (c *source) yield() bool {
 	st := c.w.st
 	st.slow, st.yielded = true, true
-	ended := c.end()
+	c.end()
 	c.rewind()
 	if st.next.out != nil {
-		ended = st.next.source.end() && ended
+		st.next.source.end()
 		st.next.source.rewind()
 	}
-	return ended
+	return !st.mayCopy
 }
 
 // next is the next part, nil at the frame's end. It begins to copy the parts behind it.
@@ -304,9 +312,8 @@ func (c *source) written() {
 	c.ahead = slices.Delete(c.ahead, 0, 1)
 }
 
-// end returns when nothing is copied out of the frame's memory any more; false if that is
-// not known.
-func (c *source) end() bool {
+// end returns when nothing is copied out of the frame's memory any more. If that is not known, it says so in the stream's mayCopy.
+func (c *source) end() {
 	for i := range c.ahead {
 		slot := c.ahead[i].slot
 		if slot == nil {
@@ -317,11 +324,11 @@ func (c *source) end() bool {
 			continue
 		}
 		if err := slot.Wait(); errors.Is(err, ErrMayCopy) { // another error is of no account: nobody will read the slot
-			c.mayCopy = true
+			c.w.st.mayCopy = true
+			c.w.s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(c.w.out.id)), zap.Error(err))
 			continue
 		}
 		slot.Release()
 	}
 	c.ahead, c.staged, c.rest = c.ahead[:0], 0, nil
-	return !c.mayCopy
 }
