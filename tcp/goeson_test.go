@@ -3,6 +3,8 @@ package tcp
 import (
 	"bytes"
 	"context"
+	"errors"
+	"fmt"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -16,18 +18,26 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// heldSlots is a Mover whose copies to the device are made when they are waited for, each when the test lets it.
+// heldSlots is a Mover whose copies are made when they are waited for, each when the test lets it. They are numbered from 1 on.
 type heldSlots struct {
 	*fewSlots
-	begun atomic.Int64
-	ends  chan struct{} // a value for each copy; closed: for all
+	begun   atomic.Int64    // copies
+	held    atomic.Int64    // those that go on
+	awaited atomic.Int64    // the copy whose end was waited for last, before the test let it end
+	ends    chan struct{}   // a value for each copy; closed: for all
+	fails   map[int64]error // what the ends of copies say
+}
+
+func newHeldSlots(slots, bytes int) *heldSlots {
+	return &heldSlots{fewSlots: newFewSlots(slots, bytes), ends: make(chan struct{}), fails: map[int64]error{}}
 }
 
 type heldSlot struct {
 	*fewSlot
-	m    *heldSlots
-	runs []Run
-	over bool
+	m      *heldSlots
+	number int64
+	runs   []Run
+	over   bool
 }
 
 func (m *heldSlots) Slot(ctx context.Context, device int, to Direction, peer core.AgentID) (Slot, error) {
@@ -40,16 +50,31 @@ func (m *heldSlots) Slot(ctx context.Context, device int, to Direction, peer cor
 
 func (s *heldSlot) Copy(runs []Run) {
 	s.copying, s.runs = true, append([]Run(nil), runs...)
-	s.m.begun.Add(1)
+	s.m.held.Add(1)
+	s.number = s.m.begun.Add(1)
 }
 
 func (s *heldSlot) Wait() error {
 	if !s.over {
+		s.m.awaited.Store(s.number)
 		<-s.m.ends
 		s.fewSlot.Copy(s.runs)
 		s.over = true
+		s.m.held.Add(-1)
+	}
+	if err := s.m.fails[s.number]; errors.Is(err, ErrMayCopy) {
+		return err
+	} else if err != nil {
+		s.copying = false
+		return err
 	}
 	return s.fewSlot.Wait()
+}
+
+// awaits waits until somebody waits for the end of a copy. He does so until the test lets it end.
+func (m *heldSlots) awaits(t *testing.T, copy int64) {
+	t.Helper()
+	until(t, fmt.Sprint("the end of copy ", copy, " is waited for"), func() bool { return m.awaited.Load() == copy })
 }
 
 // aheadOf is a D on a device, and its P. All words that P has said lie in D's socket when D has begun to read them.
@@ -63,20 +88,23 @@ type aheadOf struct {
 	free  func() // ends all copies
 }
 
-const small = 4 << 10 // bytes of a frame
+const (
+	small      = 4 << 10   // bytes of a frame
+	smallBlock = 4 * small // few, so that a test that looks at all of them is no matter of time
+)
 
 // ahead has D copy for another transfer, until P has said what it has to say and D's kernel has it.
 func ahead(t *testing.T, says func(a *aheadOf) [][]byte) *aheadOf {
 	t.Helper()
 	leaktest.Check(t)
-	a := &aheadOf{t: t, slots: &heldSlots{fewSlots: newFewSlots(8, 64<<10), ends: make(chan struct{})}}
+	a := &aheadOf{t: t, slots: newHeldSlots(8, 64<<10)}
 	a.free = sync.OnceFunc(func() { close(a.slots.ends) })
-	a.agent = newAgent(t, Config{Streams: 1, StallTimeout: time.Hour, Mover: a.slots})
+	a.agent = newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour, Mover: a.slots}, 4, smallBlock)
 	t.Cleanup(a.free)
 	a.receiver.redial = time.Hour // of a stream that has brought nothing
 	a.p = newFakeP(t, a.agent, "p")
 	a.grant = a.expect(t, "t", "p", allBlocks(2))
-	before := a.expect(t, "before", "p", [][]kv.BlockID{{testBlocks - 1}})
+	before := a.expect(t, "before", "p", [][]kv.BlockID{{3}}) // its copy is number 1
 	a.c, _ = a.p.stream()
 	a.c.say(frame(before, 0, small, 1))
 	until(t, "D copies", func() bool { return a.slots.begun.Load() == 1 })
@@ -115,15 +143,15 @@ func TestNextFrameWhileCopying(t *testing.T) {
 		return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, small, small, 2), frame(a.grant, 2*small, small, 3)}
 	})
 	a.begins(3)
-	a.c.say(frame(a.grant, 3*small, 2*testBlock-3*small, 4))
+	a.c.say(frame(a.grant, 3*small, 2*smallBlock-3*small, 4))
 	if told := a.sink.All("received", "t"); len(told) > 0 {
 		t.Errorf("told %+v, and copies go on", told)
 	}
 	a.free()
-	if o := a.sink.Wait("received", "t", 1); o.Err != nil || o.Stats.Bytes != 2*testBlock {
+	if o := a.sink.Wait("received", "t", 1); o.Err != nil || o.Stats.Bytes != 2*smallBlock {
 		t.Errorf("received: %+v", o)
 	}
-	for i, at := range []uint64{0, small, 2 * small, 3 * small, 2*testBlock - 1} {
+	for i, at := range []uint64{0, small, 2 * small, 3 * small, 2*smallBlock - 1} {
 		if want := byte(min(i+1, 4)); a.mem[at] != want {
 			t.Errorf("byte %d is %d, want %d", at, a.mem[at], want)
 		}
@@ -141,18 +169,20 @@ func TestRevokeWhileTheNextFrameIsRead(t *testing.T) {
 	})
 	a.begins(2)
 	revoked := make(chan error, 1)
-	go func() { revoked <- a.Revoke("t") }()
+	go func() {
+		err := a.Revoke("t")
+		if a.slots.held.Load() > 0 {
+			t.Error("Revoke returned while a copy may land")
+		}
+		revoked <- err
+	}()
 	until(t, "the revoke has begun", func() bool {
 		a.receiver.mu.Lock()
 		defer a.receiver.mu.Unlock()
 		return a.receiver.byID["t"] == nil
 	})
 	a.slots.ends <- struct{}{} // one of the two
-	select {
-	case <-revoked:
-		t.Error("Revoke returned while a copy may land")
-	case <-time.After(20 * time.Millisecond):
-	}
+	a.slots.awaits(t, 3)
 	a.free()
 	select {
 	case err := <-revoked:
@@ -165,6 +195,7 @@ func TestRevokeWhileTheNextFrameIsRead(t *testing.T) {
 	for i := range a.mem {
 		a.mem[i] = 9
 	}
+	_ = a.c.SetReadDeadline(time.Now().Add(bound))
 	a.c.say(bytes.Repeat([]byte{2}, small/2), frame(a.grant, 2*small, small, 3), frameBytes(header{kind: frameData, key: random{1}}))
 	for h := a.c.next(); h.key != (random{1}); h = a.c.next() {
 		if h.kind != frameNack || h.key != a.grant {
@@ -181,7 +212,7 @@ func TestRevokeWhileTheNextFrameIsRead(t *testing.T) {
 func TestBadFrameWhileCopying(t *testing.T) {
 	a := ahead(t, func(a *aheadOf) [][]byte { return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, 0, small, 2)} })
 	a.begins(1)
-	time.Sleep(20 * time.Millisecond) // who fails it at once does so now
+	a.slots.awaits(t, 2) // by whom fails it
 	if told := a.sink.All("received", "t"); len(told) > 0 {
 		t.Errorf("told %+v, and a copy goes on", told)
 	}
@@ -199,7 +230,7 @@ func TestOtherFrameWhileCopying(t *testing.T) {
 		return [][]byte{frame(a.grant, 0, small, 1), frame(other, 0, small, 2)}
 	})
 	a.begins(1)
-	time.Sleep(20 * time.Millisecond)
+	a.slots.awaits(t, 2)
 	if n := a.slots.begun.Load(); n != 2 {
 		t.Errorf("%d copies, want 2: another transfer's frame was read", n)
 	}
@@ -224,13 +255,50 @@ func TestBreakWhileCopying(t *testing.T) {
 	if want := uint64(3*headerSize + 2*small + small/2); again.position != want {
 		t.Errorf("%d bytes received, want %d", again.position, want)
 	}
-	c.say(frame(a.grant, small+small/2, 2*testBlock-small-small/2, 3))
-	if o := a.sink.Wait("received", "t", 1); o.Err != nil || o.Stats.Bytes != 2*testBlock {
+	c.say(frame(a.grant, small+small/2, 2*smallBlock-small-small/2, 3))
+	if o := a.sink.Wait("received", "t", 1); o.Err != nil || o.Stats.Bytes != 2*smallBlock {
 		t.Errorf("received: %+v", o)
 	}
-	for at, want := range map[int]byte{0: 1, small: 2, small + small/2: 3, 2*testBlock - 1: 3} {
+	for at, want := range map[int]byte{0: 1, small: 2, small + small/2: 3, 2*smallBlock - 1: 3} {
 		if a.mem[at] != want {
 			t.Errorf("byte %d is %d, want %d", at, a.mem[at], want)
 		}
+	}
+}
+
+// TestFramesWithoutCopiesHoldNoSlot: frames that bring nothing for the device follow one that does. P may send such frames without an end: its
+// slot is given back before the second one of them is read.
+func TestFramesWithoutCopiesHoldNoSlot(t *testing.T) {
+	t.Run("frames without bytes", func(t *testing.T) {
+		a := ahead(t, func(a *aheadOf) [][]byte {
+			return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, small, 0, 0), frame(a.grant, small, small, 2)}
+		})
+		a.slots.awaits(t, 2)
+		if n := a.slots.begun.Load(); n != 2 {
+			t.Errorf("%d copies have begun: a frame was read behind one without bytes, and a slot is held", n)
+		}
+		a.has(2 * small)
+	})
+	t.Run("frames of host memory", func(t *testing.T) {
+		a := ahead(t, func(a *aheadOf) [][]byte {
+			on := &a.devices.ranges[0]
+			on.to = on.from + small
+			return [][]byte{frame(a.grant, 0, small, 1), frame(a.grant, small, small, 2), frame(a.grant, 2*small, small, 3)}
+		})
+		a.slots.awaits(t, 2)
+		if a.mem[2*small] != 0 {
+			t.Error("a frame was read behind one of host memory, and a slot is held")
+		}
+		a.has(3 * small)
+	})
+}
+
+// has ends all copies, and waits until so many bytes have landed.
+func (a *aheadOf) has(n uint64) {
+	a.t.Helper()
+	a.free()
+	until(a.t, "the bytes have landed", func() bool { return a.got("t") == n })
+	if free := a.slots.fewSlots.free; len(free) < cap(free) {
+		a.t.Errorf("%d slots are held", cap(free)-len(free))
 	}
 }
