@@ -205,12 +205,12 @@ func TestNextFrameHasASlot(t *testing.T) {
 	a.stream(1, 0)
 	grant := a.write("t", 2*window)
 	a.slots.awaits(t, 1)
-	a.slots.ends <- struct{}{}
+	a.slots.end(t)
 	a.slots.awaits(t, 2) // the first slot is written
 	if n := a.frames("t"); n != 1 {
 		t.Errorf("%d frames are cut, and the first has all slots", n)
 	}
-	a.slots.ends <- struct{}{}
+	a.slots.end(t)
 	a.slots.awaits(t, 3)
 	if n := a.frames("t"); n != 2 {
 		t.Errorf("%d frames are cut, and there is a slot", n)
@@ -239,7 +239,7 @@ func TestStopGivesTheNextFrameBack(t *testing.T) {
 	a.begins(4)
 	a.Stop("t")
 	for range 2 {
-		a.slots.ends <- struct{}{}
+		a.slots.end(t)
 	}
 	if h := a.reads(); h.position != 0 || h.length != aheadFrame {
 		t.Errorf("the first frame is %+v", h)
@@ -357,7 +357,7 @@ func TestFailedCopyBeforeTheNextFrame(t *testing.T) {
 	bad := errors.New("a test: a bad copy")
 	a, d := newSealedAhead(t, map[int64]error{2: bad})
 	for range 2 {
-		a.slots.ends <- struct{}{}
+		a.slots.end(t)
 	}
 	a.slots.awaits(t, 3)
 	if err := a.fails(); !errors.Is(err, bad) {
@@ -376,7 +376,7 @@ func TestFailedCopyWithinAFrame(t *testing.T) {
 	a.write("t", 8)
 	a.begins(4)
 	for range 2 {
-		a.slots.ends <- struct{}{}
+		a.slots.end(t)
 	}
 	a.slots.awaits(t, 3)
 	if err := a.fails(); !errors.Is(err, bad) {
@@ -400,7 +400,7 @@ func TestNoRecordBufferForTheNextFrame(t *testing.T) {
 	}
 	create(false, func() (*recordBuffer, error) { return nil, bad })
 	for range 2 {
-		a.slots.ends <- struct{}{}
+		a.slots.end(t)
 	}
 	a.slots.awaits(t, 3)
 	if err := a.fails(); !errors.Is(err, bad) {
@@ -481,7 +481,7 @@ func TestEndWithTheNextFrameCopied(t *testing.T) {
 				defer a.sender.mu.Unlock()
 				return a.sender.closed || a.sender.peers["d"] == nil
 			})
-			a.slots.ends <- struct{}{}
+			a.slots.end(t)
 			a.slots.awaits(t, 2)
 			_ = a.fails()
 			select {

@@ -71,6 +71,16 @@ func (s *heldSlot) Wait() error {
 	return s.fewSlot.Wait()
 }
 
+// end lets a copy end that is waited for, or will be.
+func (m *heldSlots) end(t *testing.T) {
+	t.Helper()
+	select {
+	case m.ends <- struct{}{}:
+	case <-time.After(bound):
+		t.Fatal("no copy is waited for")
+	}
+}
+
 // awaits waits until somebody waits for the end of a copy. He does so until the test lets it end.
 func (m *heldSlots) awaits(t *testing.T, copy int64) {
 	t.Helper()
@@ -118,7 +128,7 @@ func ahead(t *testing.T, says func(a *aheadOf) [][]byte) *aheadOf {
 		_ = raw.Control(func(fd uintptr) { left, _ = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
 		return left == 0
 	})
-	a.slots.ends <- struct{}{}
+	a.slots.end(t)
 	return a
 }
 
@@ -181,7 +191,7 @@ func TestRevokeWhileTheNextFrameIsRead(t *testing.T) {
 		defer a.receiver.mu.Unlock()
 		return a.receiver.byID["t"] == nil
 	})
-	a.slots.ends <- struct{}{} // one of the two
+	a.slots.end(t) // one of the two
 	a.slots.awaits(t, 3)
 	a.free()
 	select {
@@ -234,7 +244,7 @@ func TestOtherFrameWhileCopying(t *testing.T) {
 	if n := a.slots.begun.Load(); n != 2 {
 		t.Errorf("%d copies, want 2: another transfer's frame was read", n)
 	}
-	a.slots.ends <- struct{}{}
+	a.slots.end(t)
 	until(t, "the other's frame is read", func() bool { return a.slots.begun.Load() == 3 })
 	a.receiver.mu.Lock()
 	defer a.receiver.mu.Unlock()
@@ -300,5 +310,63 @@ func (a *aheadOf) has(n uint64) {
 	until(a.t, "the bytes have landed", func() bool { return a.got("t") == n })
 	if free := a.slots.fewSlots.free; len(free) < cap(free) {
 		a.t.Errorf("%d slots are held", cap(free)-len(free))
+	}
+}
+
+// TestRevokeBetweenFrames: a transfer is revoked when its next frame is there and not begun. Revoke waits for the copies of the frame before, and
+// the next one is thrown away.
+func TestRevokeBetweenFrames(t *testing.T) {
+	leaktest.Check(t)
+	slots := newHeldSlots(8, 64<<10)
+	free := sync.OnceFunc(func() { close(slots.ends) })
+	d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour, Mover: slots}, 4, smallBlock)
+	t.Cleanup(free)
+	newFakeP(t, d, "p")
+	grant := d.expect(t, "t", "p", allBlocks(2))
+	here, there := tcpPair(t)
+	raw, err := here.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &inStream{r: &d.receiver, conn: here, raw: raw, peer: d.receiver.peers["p"], vec: make([]iovec, 0, maxVector)}
+	both := append(frame(grant, 0, small, 1), frame(grant, small, small, 2)...)
+	if _, err := there.Write(both); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "D's kernel has both frames", func() bool {
+		n := 0
+		_ = raw.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) })
+		return n == len(both)
+	})
+	if err := s.frame(); err != nil || s.owes == nil {
+		t.Fatalf("the copies of the first frame do not go on: %v", err)
+	}
+	revoked := make(chan bool, 1)
+	go func() {
+		err := d.Revoke("t")
+		revoked <- err == nil && slots.held.Load() == 0
+	}()
+	until(t, "the revoke has begun", func() bool {
+		d.receiver.mu.Lock()
+		defer d.receiver.mu.Unlock()
+		return d.receiver.byID["t"] == nil
+	})
+	free()
+	if err := s.frame(); err != nil {
+		t.Error(err)
+	}
+	select {
+	case well := <-revoked:
+		if !well {
+			t.Error("Revoke returned while a copy may land")
+		}
+	case <-time.After(bound):
+		t.Fatal("the copy has ended, and Revoke waits")
+	}
+	if d.mem[small] != 0 {
+		t.Error("the next frame has landed")
+	}
+	if n := slots.early.Load(); n > 0 {
+		t.Errorf("%d slots were given back while a copy used them", n)
 	}
 }
