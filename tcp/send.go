@@ -395,7 +395,7 @@ func (s *sender) takeAhead(st *outStream, out *outbound) bool {
 	p.queue = p.queue[1:]
 	n := st.next
 	if n.vec == nil { // a stream that never looks ahead has no use for it
-		n.vec = newOutFrame().vec
+		n.vec = make([]iovec, 0, maxVector)
 	}
 	n.out, n.length = out, s.cut(st, n, out)
 	return true

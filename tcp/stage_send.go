@@ -324,8 +324,10 @@ func (c *source) end() {
 			continue
 		}
 		if err := slot.Wait(); errors.Is(err, ErrMayCopy) { // another error is of no account: nobody will read the slot
-			c.w.st.mayCopy = true
-			c.w.s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(c.w.out.id)), zap.Error(err))
+			if st := c.w.st; !st.mayCopy {
+				st.mayCopy = true
+				c.w.s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(c.w.out.id)), zap.Error(err))
+			}
 			continue
 		}
 		slot.Release()
