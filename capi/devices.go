@@ -32,8 +32,8 @@ func setDevices(h C.kvconn_agent, a *node.Agent) error {
 	return nil
 }
 
-// forgetDevices has no thread go into the functions of the agent's devices any more. If one is in them, the driver may not let it go:
-// Close waits for it in its own time, and keeps what the function uses if it does not come.
+// forgetDevices has no thread go into the functions of the agent's devices any more. If a thread is in such a function, the driver may
+// keep the thread there. Close waits for it, within Close's own time. If the thread does not leave, Close keeps what the function uses.
 func forgetDevices(h C.kvconn_agent, a *node.Agent) {
 	var opened C.uint64_t
 	if C.slot_forget_devices(h, &opened) == 0 {

@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// halfway lets two events of a streamed answer pass, and the others at the gate's end.
+// halfway lets two events of a streamed answer pass at once. The others wait until the gate is closed.
 type halfway struct {
 	http.ResponseWriter
 	writes int

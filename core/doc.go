@@ -19,10 +19,10 @@
 //  1. The user makes every call of a Machine, Step and the others, under one lock, with a
 //     time that does not run backwards.
 //  2. The actions of a step come before those of the next. If the first action is an answer ([Refuse], [AnswerLoad], [AnswerRenew]), the user
-//     gives it to whoever told the event. The user performs the other actions in two
-//     sequences beside each other, each in order: one of those for which [OfMemory] is true,
-//     and one of the rest. If an action's comment names an event, the user tells the
-//     action's outcome by that event, once.
+//     gives it to whoever told the event. The other actions make two sequences. The actions
+//     for which [OfMemory] is true are one of them, the rest is the other. The user performs
+//     each sequence in order, and the two beside each other. If an action's comment names an
+//     event, the user tells the action's outcome by that event, once.
 //  3. While Machine.Busy says so, the user tells [Tick] at least every [TickInterval].
 //  4. A [Report] is final: after it the engine uses the blocks again. No byte of
 //     the transfer may land then, so the Report of a failed load always comes after

@@ -114,9 +114,9 @@ type Transport interface {
 
 	// Expect arms the receiver: bytes that arrive with the returned grant go
 	// into dst, whose segments are in the transfer's linear order. The grant is
-	// random, is for this transfer only, and is dead when the transfer has ended. Bytes
-	// with the grant that come from another peer's connections are not accepted. The
-	// outcome is one Sink.Received, unless Revoke comes first.
+	// random, is for this transfer only, and is dead when the transfer has ended. If bytes
+	// with the grant come from another peer's connections, the receiver does not accept them.
+	// The outcome is one Sink.Received, unless Revoke comes first.
 	Expect(id TransferID, peer AgentID, dst []kv.Segment) (grant []byte, err error)
 
 	// Revoke disarms a transfer that Expect has armed. When Revoke has returned nil, no byte of the

@@ -66,7 +66,7 @@ func TestCloseEndsCopies(t *testing.T) {
 	d.settled(t)
 }
 
-// TestBegunAfterClose: Done is called for a copy that is begun when Close has ended the goroutine that calls it.
+// TestBegunAfterClose: Close ends the goroutine that calls Done. If a copy is begun after that, its Done is called all the same.
 func TestBegunAfterClose(t *testing.T) {
 	e, d := open(t, Options{CloseTimeout: patience})
 	p, s, done := memory(t, e, d, grain), slot(t, d, ToDevice), make(chan error, 1)

@@ -136,8 +136,8 @@ func under(known []mapping, runs []Run) (pieces []driver.Piece, missing uint64) 
 	return pieces, 0
 }
 
-// same says why a copy must not read or write what lies under it now: a transfer that was begun
-// in other memory has no business there.
+// same looks whether the memory that lies under a copy is still the memory in which the copy was begun.
+// If it is not, the copy must neither read nor write it, and same returns the reason.
 func (d *Device) same(j *job) error {
 	same, err := d.still(j.under)
 	if err == nil && same >= j.own && same < len(j.under) {

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// TestScratch: memory of the device's that is no engine's: it is copied to and from, exported in whole
-// pages, and given back.
+// TestScratch: Scratch is memory on the device that belongs to no engine. The test copies bytes into it and
+// out of it, exports it in whole pages, and gives it back.
 func TestScratch(t *testing.T) {
 	e, d := open(t, Options{})
 	allocated := e.Count("cuMemAlloc_v2") - e.Count("cuMemFree_v2")

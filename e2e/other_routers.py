@@ -54,7 +54,7 @@ ROUTERS: dict[str, tuple[str, Callable[[Pair], list[str]]]] = {
 
 
 # What an operator registers of each server in smg, by the contract that smg is to follow. smg does not ask a vLLM that it
-# reaches by HTTP for its connector: where nobody says it, smg tells neither server of the other.
+# reaches by HTTP for its connector. If nobody names the connector to smg, smg tells neither server of the other.
 SMG = {"nixl": ("mla", "NixlConnector"), "mooncake": ("window", "MooncakeConnector"), "passthrough": ("window", "")}
 
 

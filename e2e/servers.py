@@ -29,9 +29,13 @@ START_S = 300.0  # two engines on two cores, cold disk
 STOP_S = 8.0
 
 
+# A port is given once: between its choice and its server's start another call could choose it too.
+_given: set[int] = set()
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports that no process has now. All are held until the last is found, so that no two are equal. Of processes that run tests side by
-    side each has its share.
+    """Ports that no process has now. No two are equal, and no earlier call of this process has returned them. Of processes that run tests
+    side by side each has its share.
 
     The kernel gives higher ports to outgoing connections: such a connection could take a port before its server does.
     """
@@ -45,10 +49,12 @@ def free_ports(count: int) -> list[int]:
                 each.bind((HOST, random.randrange(low, high, WORKERS) if high > low and tried < 50 * count else 0))
             except OSError:
                 continue
-            if each.getsockname()[1] in PAGES:
+            port = each.getsockname()[1]
+            if port in PAGES or port in _given:
                 continue
-            ports.append(each.getsockname()[1])
+            ports.append(port)
             if len(ports) == count:
+                _given.update(ports)
                 return ports
     raise OSError(f"{count} free ports were not found")
 

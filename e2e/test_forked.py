@@ -76,7 +76,7 @@ def test_one_that_was_not_stopped_is_found(serving: Forked) -> None:
 
 
 def test_one_whose_guard_is_killed(serving: Forked) -> None:
-    """It is told to end by the kernel. One that hangs is left behind, and is found."""
+    """The kernel tells the server to end. A server that hangs is left behind, and is found."""
     os.kill(serving.pid, signal.SIGSTOP)
     os.kill(serving.guard, signal.SIGKILL)
     wait_until("the guard has gone", lambda: not serving.alive())

@@ -29,7 +29,7 @@ from servers import leaving_nothing, wait_ready
 from vllm_pair import Pair
 
 TWO = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
-# With as many workers as cores, which wait for each other in loops, others did not run for seconds, and counted as gone.
+# Workers wait for each other in loops. Where there were as many workers as cores, others did not run for seconds, and counted as gone.
 CORES = len(os.sched_getaffinity(0))
 PATIENT = ["--worker-cls", "patient_worker.PatientWorker"] if CORES < 4 else []
 TWO += PATIENT

@@ -211,7 +211,8 @@ def test_unwanted_request_at_prefill_only(pair: SGLangPair, alone: Alone) -> Non
 
 
 def test_weights_that_are_replaced(pair: SGLangPair, alone: Alone) -> None:
-    """While one server has replaced them, a request fails with the reason. When both have, the text is the single server's again."""
+    """While only one server of the pair has replaced its weights, a request fails with the reason. When both servers have, the text
+    is the single server's again."""
 
     def replace(server: Server) -> None:
         # A server that still computes for an earlier test replaces its weights and says that it has not: its cache cannot be flushed.

@@ -64,7 +64,7 @@ type Config struct {
 	// FailurePolicy is the decode servers' kv_load_failure_policy: recompute. SGLang
 	// has none.
 	FailurePolicy string
-	// LogDir is where each server's log goes; it is made.
+	// LogDir is the directory of the servers' logs. If it does not exist, Run makes it.
 	LogDir string
 	// Ready bounds how long the servers may take to be ready: 20 min.
 	Ready time.Duration

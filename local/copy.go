@@ -357,8 +357,8 @@ func (src *source) calm() {
 	}
 }
 
-// broken ends a transfer that cannot be copied, or its link. If P has invalidated the page, P says the
-// rest.
+// broken ends a transfer that cannot be copied, or its link. If P has invalidated the transfer's validity
+// page, broken does nothing: D hears the rest from P.
 func (r *receiver) broken(in *inbound, err error) {
 	src := in.source
 	var bad *unreadable

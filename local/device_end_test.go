@@ -311,8 +311,8 @@ func (p *onGPU) meetsAgain(d *onGPU) {
 	comes(p.t, "the two meet anew", func() bool { return d.tr.Usable(p.t.Context(), p.id) == nil })
 }
 
-// TestDeviceAsleep: what D has open of an engine that sleeps is closed, though nothing moves: else the engine's GPU would get nothing back. As
-// long as it sleeps the two do not meet, and the reason is P's.
+// TestDeviceAsleep: when P's engine sleeps, D closes what it has open of the engine's memory, though no transfer is under way. Else the
+// engine's GPU would get nothing back. As long as the engine sleeps the two do not meet, and the reason is P's.
 func TestDeviceAsleep(t *testing.T) {
 	p, d := twoGPUs(t, cuda.Options{})
 	awake := p.opens()

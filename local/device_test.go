@@ -196,3 +196,20 @@ func TestDevicesOfOneKind(t *testing.T) {
 		t.Errorf("%d violations", n)
 	}
 }
+
+// TestDeviceThatHalts holds local to its promises while the device that copies makes no copy. That is the decode engine's, also where only
+// the prefill engine's memory lies on a device.
+func TestDeviceThatHalts(t *testing.T) {
+	g := newGPU(t, 0)
+	halt := &coretest.Halt{On: g.Halt, Waiting: func() uint64 { return g.Count("stuck") }}
+	for name, on := range map[string]func(core.AgentID) bool{
+		"device to host": sends,
+		"host to device": func(id core.AgentID) bool { return !sends(id) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := fixture(openOnDevice(suiteConfig, func(id core.AgentID, _ int) bool { return on(id) }))
+			f.Device, f.OnDevice = &coretest.Device{Alloc: mappedOn(0), Halt: halt}, on
+			coretest.HaltedSuite(t, f)
+		})
+	}
+}

@@ -57,13 +57,14 @@ func namespace(kind string) (string, error) {
 }
 
 func (p place) String() string {
-	return fmt.Sprintf("local1 %s boot=%s net=%s pid=%s uid=%d", p.name, p.boot, p.net, p.pids, p.uid)
+	return fmt.Sprintf("local%d %s boot=%s net=%s pid=%s uid=%d", version, p.name, p.boot, p.net, p.pids, p.uid)
 }
 
 // parsePlace reads an endpoint.
 func parsePlace(s string) (p place, err error) {
 	var rest string
-	if n, _ := fmt.Sscanf(s, "local1 %s boot=%s net=%s pid=%s uid=%d%s", &p.name, &p.boot, &p.net, &p.pids, &p.uid, &rest); n != 5 || p.String() != s {
+	var v int
+	if n, _ := fmt.Sscanf(s, "local%d %s boot=%s net=%s pid=%s uid=%d%s", &v, &p.name, &p.boot, &p.net, &p.pids, &p.uid, &rest); n != 6 || p.String() != s {
 		return p, core.Lacking.Mark(fmt.Errorf("the endpoint %.200q is none of this version's: run the same kvconn on both", s))
 	}
 	if !strings.HasPrefix(p.name, namePrefix) || len(p.name) > 64 {

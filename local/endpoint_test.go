@@ -22,7 +22,7 @@ func TestEndpoints(t *testing.T) {
 		t.Errorf("an endpoint of %d bytes, and the registry takes 512", len(own.String()))
 	}
 	for _, bad := range []string{
-		"", "10.0.0.1:4000", own.String() + " more", own.String() + "\n", strings.Replace(own.String(), "local1", "local2", 1),
+		"", "10.0.0.1:4000", own.String() + " more", own.String() + "\n", strings.Replace(own.String(), "local3", "local2", 1),
 		strings.Replace(own.String(), namePrefix, "other-", 1), strings.Replace(own.String(), "abc", strings.Repeat("a", 100), 1),
 		strings.Replace(own.String(), "uid=", "uid=x", 1), strings.Replace(own.String(), "boot=", "", 1),
 	} {

@@ -18,6 +18,7 @@ var defects = []faulttest.Defect{
 	{"local-unsealed", "TestBadFiles"},
 	{"local-always-kept", "TestStoppedBeforeDone"},
 	{"local-device-early", "TestDeviceFence"},
+	{"local-device-early", "TestDeviceThatHalts"},
 	{"local-all-stuck", "TestDeviceNeverHad"},
 	{"local-none-stuck", "TestDeviceStuck"},
 	{"local-uncounted", "TestYama"},
@@ -49,6 +50,7 @@ var defects = []faulttest.Defect{
 	{"local-let-the-dead", "TestDeadIsNotLet"},
 	{"local-number-alone", "TestNumberOfTheDead"},
 	{"local-unfenced", "TestFence"},
+	{"local-unfenced", "TestDeviceThatHalts"},
 	{"local-revoke-unsure", "TestDeviceStuck"},
 	{"local-buried-alive", "TestStoppedInRevoke"},
 	{"local-restless-prefill", "TestIdle"},
@@ -58,5 +60,5 @@ var defects = []faulttest.Defect{
 
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
-	faulttest.Run(t, defects, nil)
+	faulttest.Run(t, 8, defects, nil)
 }

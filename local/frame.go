@@ -118,8 +118,8 @@ func (s *spoken) append(b []byte, grant random) []byte {
 	return b
 }
 
-// parseSpoken reads the content of a frame. Whatever a peer says, no run is empty or goes around
-// the end of the address space, and nor does their sum.
+// parseSpoken reads the content of a frame. A peer may say anything. So parseSpoken refuses an empty run,
+// a run that goes around the end of the address space, and runs whose sum overflows.
 func parseSpoken(b []byte) (s spoken, err error) {
 	if len(b) < runsSize {
 		return s, fmt.Errorf("a frame of runs with %d bytes", len(b))

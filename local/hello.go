@@ -46,8 +46,11 @@ func (k random) name() random { return k.derive("name") }
 
 func (k random) equals(other random) bool { return hmac.Equal(k[:], other[:]) }
 
-// magic begins each side's first message: "KL" and the version of the protocol.
-const magic = uint32('K')<<24 | uint32('L')<<16 | 3
+// version is that of the protocol, and of the endpoint.
+const version = 3
+
+// magic begins each side's first message: "KL" and the version.
+const magic = uint32('K')<<24 | uint32('L')<<16 | version
 
 const (
 	helloSize     = 4 + 2*16

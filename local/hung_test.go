@@ -155,7 +155,8 @@ func TestHungClose(t *testing.T) {
 	}
 }
 
-// TestHungMeeting: a prefill agent whose value the kernel cannot read keeps D neither in the meeting nor in Close.
+// TestHungMeeting: in a meeting D reads a random value out of the prefill agent's process. If the kernel does not end this read, the
+// meeting ends in time all the same, and so does Close.
 func TestHungMeeting(t *testing.T) {
 	leaktest.Check(t)
 	place := new(random)

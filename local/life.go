@@ -54,8 +54,8 @@ func (l *link) lives() (err error) {
 	return err
 }
 
-// watch waits for the end of the peer's process: a child that it has forked may hold the socket
-// open for ever.
+// watch waits for the end of the peer's process. The socket's end does not show this end: a child that
+// the process has forked may hold the socket open for ever.
 func (l *link) watch(ended func(error)) {
 	if l.life == nil {
 		return

@@ -21,7 +21,8 @@ import (
 	"github.com/kvconn/kvconn/rig/leaktest"
 )
 
-// reusedEnv tells a test binary to be a prefill agent whose number another process gets ("p"), or that process ("x").
+// reusedEnv tells a test binary which of two processes to be: a prefill agent ("p"), or the process that gets the prefill agent's number
+// after its end ("x").
 const reusedEnv = "KVCONN_TEST_REUSED"
 
 // Where both have their memory, and its validity page. Nothing else of a Go program lies there, with the race detector or without.

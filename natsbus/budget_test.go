@@ -201,7 +201,7 @@ func TestSmallHolders(t *testing.T) {
 
 // TestWindow: a client has so many requests without an answer; the next waits for an answer, or
 // until the oldest has waited too long, or until the client is gone. Each counts with its bytes
-// and what it costs beside them, an answer of the client's until it is passed on.
+// and with what it costs beside them. An answer of the client's counts so until it is passed on.
 func TestWindow(t *testing.T) {
 	s := newBudget(1<<30).newShare("A", func() { t.Error("its connection is ended") })
 	w := newWindow(s, newRegistryQueries())

@@ -4,6 +4,7 @@ package natsbus
 
 import (
 	"os"
+	"runtime"
 	"slices"
 	"testing"
 
@@ -108,5 +109,5 @@ func TestDefects(t *testing.T) {
 	if os.Geteuid() != 0 { // only root can make a folder of another user
 		list = slices.DeleteFunc(slices.Clone(list), func(d faulttest.Defect) bool { return d.Name == "bus-store-anybodys" })
 	}
-	faulttest.Run(t, list, func(name string) bool { return name == "bus-store-anybodys" })
+	faulttest.Run(t, runtime.GOMAXPROCS(0), list, func(name string) bool { return name == "bus-store-anybodys" })
 }

@@ -17,8 +17,9 @@ const (
 )
 
 // guard follows a server's side of the NATS protocol, since a client's request may
-// have named the server. nats.go believes the size that a message claims, allocates
-// it at once in a goroutine whose panic ends the host, and keeps a line until it ends.
+// have named the server. nats.go believes the size that a message claims. It allocates
+// so much at once, in a goroutine whose panic ends the host. It also keeps a line until
+// the line ends.
 type guard struct {
 	line []byte // the protocol's line, as far as it came
 	skip int    // bytes that are still to come of a payload and the byte behind it

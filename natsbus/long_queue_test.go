@@ -44,7 +44,8 @@ func (q *longQueue) has(timeout time.Duration) {
 	q.timeout = timeout
 }
 
-// TestLongRequestsTakeTurns: each owner has one of its long requests answered in a round, also one that comes when others have many waiting.
+// TestLongRequestsTakeTurns: a round answers one long request of each owner. An owner that comes when others have many requests waiting
+// is in the next round, whoever waits.
 func TestLongRequestsTakeTurns(t *testing.T) {
 	q := newLongQueue(time.Hour, ownerOf)
 	want := func(order string) {

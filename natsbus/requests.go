@@ -217,8 +217,8 @@ func (b *Bus) handle(l *link, from core.AgentID, m *nats.Msg) (reply *wire.Reply
 	return reply
 }
 
-// accountOf is the account of an agent that asks over a link: its places count under that. In a cluster it is the nkey with which the
-// requester's id begins. Agents without an nkey share one account, since it costs nothing to make many of them. If this agent is a rank
+// accountOf is the account of an agent that asks over a link. The agent's places count under this account. In a cluster it is the nkey with
+// which the requester's id begins. Agents without an nkey share one account, since it costs nothing to make many of them. If this agent is a rank
 // at another's server, all who ask it share one account, since that server does not say where they come from. If the link is to the
 // port of another agent's server, all who ask over it count under that server.
 func (b *Bus) accountOf(l *link, id core.AgentID) core.Account {

@@ -68,8 +68,9 @@ func (a *Agent) Close() error {
 	return errors.Join(errs...)
 }
 
-// wait waits until the agent's goroutines have ended. If a driver does not answer, a goroutine may wait for it: then ctx bounds the
-// wait. If all drivers answer, nothing can hold the goroutines up for long, and they have as long as Close waits for everything else.
+// wait waits until the agent's goroutines have ended. If a driver does not answer, a goroutine may wait for the driver: then wait gives
+// up soon after ctx has ended. If all drivers answer, nothing can hold the goroutines up for long, and they have as long as Close waits
+// for everything else.
 func (a *Agent) wait(ctx context.Context, until time.Time, at closeResult) error {
 	ended := make(chan struct{})
 	safe.Go("close", func() {

@@ -3,6 +3,7 @@
 package node
 
 import (
+	"runtime"
 	"slices"
 	"testing"
 
@@ -31,5 +32,5 @@ var defects = []faulttest.Defect{
 func TestDefects(t *testing.T) {
 	ofOthers := []string{"renewed-in-use", "node-load-unchecked", "node-write-unchecked", "node-more-unchecked",
 		"node-check-kept", "node-check-few", "node-check-of-earlier-memory", "node-own-fault", "node-report-unfenced", "node-quiet-unasked", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
-	faulttest.Run(t, defects, func(name string) bool { return slices.Contains(ofOthers, name) })
+	faulttest.Run(t, runtime.GOMAXPROCS(0), defects, func(name string) bool { return slices.Contains(ofOthers, name) })
 }

@@ -54,8 +54,8 @@ type joinedRank struct {
 	end   *time.Timer
 }
 
-// Bounds of the entries that joined ranks have in the registry. The registry has room for 64 MiB, and this agent's own entry, and its
-// renewal, must find room beside them. An engine with a thousand regions has an entry of some 60 KiB.
+// Bounds of the entries that joined ranks have in the registry. The registry has room for 64 MiB. Beside the joined ranks' entries, this
+// agent's own entry and the entry's renewal must find room in it. An engine with a thousand regions has an entry of some 60 KiB.
 const (
 	maxJoinedBytes    = 2 << 20
 	maxAllJoinedBytes = 32 << 20

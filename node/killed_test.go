@@ -213,8 +213,8 @@ func TestDecodeKilledLeavesNothing(t *testing.T) {
 	}
 }
 
-// TestKilledWithToken: where a deployment has a token, a prefill agent keeps the secret of local ranks in a folder of TMPDIR. When its process is killed,
-// the host has nothing of it once the next agent has opened.
+// TestKilledWithToken: where a deployment has a token, a prefill agent keeps the secret of local ranks in a folder of TMPDIR. If the agent's
+// process is killed, the next agent that opens removes the folder.
 func TestKilledWithToken(t *testing.T) {
 	t.Setenv("KVCONN_TEST_TOKEN", theToken)
 	cfg := forced(RoleDecode, viaLocal)

@@ -16,8 +16,8 @@ import (
 
 // registering is a transport that has registered device memory with cards.
 type registering interface {
-	// Forget gives the memory up: it is not what was registered any more. Transfers that are under way end
-	// with the cause. Forget is called under the agent's lock, and returns at once.
+	// Forget gives the registered memory up, since the engine's memory is not what was registered any more.
+	// Transfers that are under way end with the cause. Forget is called under the agent's lock, and returns at once.
 	Forget(cause error)
 	// Renew registers the memory that is there now, in the background.
 	Renew()

@@ -218,8 +218,8 @@ func TestFirstContactWaits(t *testing.T) {
 	}
 }
 
-// Where rdma is forced the pair is waited for at each look-up, and works again
-// when the paths are back.
+// If rdma is forced, each look-up waits for rdma to work for the pair. When the paths are back,
+// the pair works again.
 func TestForcedPairComesBack(t *testing.T) {
 	leaktest.Check(t)
 	n := coretest.NewNetwork()

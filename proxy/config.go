@@ -47,8 +47,8 @@ type Config struct {
 	Contract Contract
 	// Balance is how a request's servers are chosen.
 	Balance Balance
-	// Retries is how many further attempts with other engines a request gets
-	// while the client has not seen a byte of an answer; 0 is none.
+	// Retries is how many further attempts with other engines the router makes for a request;
+	// 0 is none. Once the client has seen a byte of an answer, the router makes none.
 	Retries int
 	// FallbackDecode lets a decode server compute a prompt itself if no prefill server is
 	// up, or if the retries are spent. By the SGLang contract it is refused: decode servers

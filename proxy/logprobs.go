@@ -81,8 +81,8 @@ func elements(text []byte) []json.RawMessage {
 	return list
 }
 
-// merged is D's object with P's logprobs before its own. If P's answer has none for it,
-// the object stays as it is.
+// merged is D's object with P's logprobs before its own. If P's answer has no logprobs for D's
+// object, D's object stays as it is.
 func merged(d []byte, at int, prompts map[int]fields) []byte {
 	f, err := parseFields(d)
 	if err != nil {

@@ -126,8 +126,8 @@ func newClient(trust *tls.Config) *http.Client {
 			TLSHandshakeTimeout: 5 * time.Second,
 			TLSClientConfig:     trust,
 			MaxIdleConnsPerHost: 1024,
-			// uvicorn closes idle connections after 5 s. A POST that meets such
-			// a close fails and may not be sent again, so we close first.
+			// uvicorn closes idle connections after 5 s. If a POST meets such a close,
+			// it fails and may not be sent again. So we close idle connections sooner.
 			IdleConnTimeout:        3 * time.Second,
 			DisableCompression:     true, // bodies pass as they are
 			MaxResponseHeaderBytes: 64 << 10,

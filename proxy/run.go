@@ -19,7 +19,7 @@ import (
 // closeTimeout bounds what comes after ShutdownTimeout.
 const closeTimeout = 5 * time.Second
 
-// There may be so many connections for each of MaxRequests, most of them idle, and no fewer than leastConns.
+// The router takes connsPerRequest connections for each of MaxRequests, and leastConns at least. Most of them are idle.
 const (
 	connsPerRequest = 2
 	leastConns      = 2048

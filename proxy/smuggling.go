@@ -118,7 +118,7 @@ func findEncoded(text []byte, names []string) string {
 	return found(plain)
 }
 
-// encodedPiece is how much of a text findEncoded holds a second time.
+// encodedPiece bounds the part of a text that findEncoded holds decoded, beside the text itself.
 const encodedPiece = 64 << 10
 
 // passed is a body that goes on as it is. begin is what has come of it, rest comes later and is nil if begin is all.

@@ -96,8 +96,8 @@ func TestDisguisedParameters(t *testing.T) {
 	}
 }
 
-// TestNamesBesideOurs: the members by which an engine takes the router's parameters from
-// inOtherRole in a completion request.
+// TestNamesBesideOurs: in a completion request an engine takes the router's parameters from other members
+// too. The router refuses such a request.
 func TestNamesBesideOurs(t *testing.T) {
 	leaktest.Check(t)
 	for body, refused := range map[string]bool{

@@ -68,8 +68,8 @@ func TestPathLost(t *testing.T) {
 	}
 }
 
-// TestAllPathsLost: transfers under way end with the reason, the peer is not usable
-// and says why. When the ports are up again, it is usable.
+// TestAllPathsLost: transfers under way end with the reason. The peer is not usable, and
+// the error says why. When the ports are up again, the peer is usable.
 func TestAllPathsLost(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)
@@ -201,7 +201,7 @@ func TestReplacedReceiver(t *testing.T) {
 }
 
 // TestPortUpLater: a port that is down when the agents are opened is used once it is up.
-// Until a port is up, the error says so.
+// As long as no port is up, the error names a port that is down, and the remedy.
 func TestPortUpLater(t *testing.T) {
 	needsMachine(t)
 	leaktest.Check(t)

@@ -201,8 +201,8 @@ func TestChoosePathsRefuses(t *testing.T) {
 }
 
 // However the paths are, their shares add up to the transfer, and a paused path gets
-// none. All paths that get a share end at the same time, and a path without one is busy
-// for longer.
+// none. All paths that get a share end at the same time. If a path that is not paused gets none,
+// the bytes that it has already keep it busy for longer.
 func TestChoosePathsRandom(t *testing.T) {
 	rnd := seed.Rand(t)
 	for range 2000 {

@@ -29,8 +29,8 @@ func (cn *conn) retryDue() bool {
 	return false
 }
 
-// due returns the paths whose pause is over. Each is due once for each pause, even if
-// it cannot be tried now because a port of it is down or in use.
+// due returns the paths whose pause is over. After each of its pauses a path is due once, even if
+// P cannot try it now because one of its ports is down or in use.
 func (cn *conn) due() map[pathKey]bool {
 	now, due := time.Now(), map[pathKey]bool{}
 	for key, p := range cn.paths {

@@ -146,7 +146,7 @@ func (c *cursor) fill(writes []verbs.Write, pieces []verbs.SGE, window []kv.Pair
 		return nWrites, nPieces, bytes, false, nil
 	}
 	if nWrites == 0 {
-		// Only the mark is left: a write of nothing touches no memory and needs no key.
+		// Only the mark is left. It goes with a write of no bytes, which touches no memory and needs no key.
 		writes[0] = verbs.Write{}
 		nWrites = 1
 	}

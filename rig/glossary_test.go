@@ -12,8 +12,8 @@ import (
 	"testing"
 )
 
-// means says which types are called by a word of the glossary, or by two or three words of which the last are such. They have the
-// glossary's meaning: they are the thing, its record on one side, or what is said of it.
+// means says which types are called by a word of the glossary, or by two or three words of which the last are such. These types have
+// the glossary's meaning. Each is the thing itself, one side's record of the thing, or what one side says of it.
 var means = map[string][]string{
 	"engine":        {"bootstrap.Engine", "launch.engine", "launch.sglangEngine", "launch.vllmEngine"},
 	"rank":          {"bootstrap.Rank", "kv.Rank", "kv.Ranks", "node.joinedRank", "node.joinedRanks", "proxy.rank"},

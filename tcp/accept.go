@@ -134,7 +134,7 @@ func (s *sender) authenticate(conn *net.TCPConn) (*outStream, error) {
 	case s.streams >= s.t.cfg.MaxStreams && p.slots[number].stream == nil && !s.evict(p, quota.AddressOf(conn.RemoteAddr())):
 		return nil, fmt.Errorf("%w: %d streams are open, the most that this process's limit of descriptors allows", errUnwanted, s.streams)
 	}
-	st := &outStream{conn: conn, raw: raw, peer: p, from: quota.AddressOf(conn.RemoteAddr()), number: number, offset: h.position, vec: make([]iovec, 0, maxVector)}
+	st := &outStream{conn: conn, raw: raw, peer: p, from: quota.AddressOf(conn.RemoteAddr()), number: number, offset: h.position, outFrame: newOutFrame(), next: &outFrame{}}
 	if proof.sealed {
 		if err := st.acceptSealed(&proof); err != nil {
 			return nil, err

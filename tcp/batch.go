@@ -41,7 +41,7 @@ func (s *inStream) waitsForMore(fd uintptr, left uint64, idle *stall) {
 	_ = s.waitsFor(fd, left) // an error only makes the stream slower
 }
 
-// waitsFor has the kernel call the socket readable when so many bytes are there, or a batch if that is less.
+// waitsFor has the kernel call the socket readable when so many bytes are there. If a batch is less, a batch is enough.
 func (s *inStream) waitsFor(fd uintptr, bytes uint64) error {
 	n := int(min(bytes, batch()))
 	if n == s.least || n == 1 && s.least == 0 {

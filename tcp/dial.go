@@ -291,6 +291,7 @@ func (r *receiver) runStream(p *inPeer, n int, endpoint string, ticket random, k
 	for err == nil {
 		err = s.frame()
 	}
+	_ = s.settle() // P hears by the next stream what has come
 	r.mu.Lock()
 	slot.received += s.received
 	r.mu.Unlock()

@@ -22,6 +22,10 @@
 // buffer. When all bytes are in, D answers with an acknowledgement on the stream, and P's
 // blocks are free.
 //
+// Bytes of device memory go by way of pinned slots (mover.go). The copies of a transfer's next frame begin while
+// those of the frame before go on: P cuts that frame ahead, if nobody else would have its turn, and D reads it if
+// its header has come.
+//
 // If one side must encrypt, the streams between the two are sealed: frames go in records, and
 // the receiver uses nothing of a record before it has checked the record's tag (seal.go).
 //

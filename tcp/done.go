@@ -1,7 +1,7 @@
 package tcp
 
-// doneList keeps the last transfers that ended well, or whose memory D could not write. If
-// the stream that brought an acknowledgement broke, P asks again. P may also ask while
+// doneList keeps the last transfers that ended well, or that failed because D could not write its
+// memory. If the stream that brought an acknowledgement broke, P asks again. P may also ask while
 // it has not heard of the failure.
 type doneList struct {
 	list []doneTransfer

@@ -17,6 +17,12 @@ import (
 // halfStream is a stream of D's at P that no goroutine serves, and D's end of it.
 func (a *agent) halfStream(t *testing.T) (st *outStream, far *net.TCPConn) {
 	t.Helper()
+	return a.halfStreamOf(t, 0)
+}
+
+// halfStreamOf is a halfStream of a number.
+func (a *agent) halfStreamOf(t *testing.T, number int) (st *outStream, far *net.TCPConn) {
+	t.Helper()
 	ln, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		t.Fatal(err)
@@ -37,7 +43,7 @@ func (a *agent) halfStream(t *testing.T) (st *outStream, far *net.TCPConn) {
 	}
 	a.admit(t, "d")
 	s := &a.sender
-	st = &outStream{conn: conn, raw: raw, peer: s.peers["d"]}
+	st = &outStream{conn: conn, raw: raw, peer: s.peers["d"], number: number, outFrame: newOutFrame(), next: &outFrame{}}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.addStream(st, 1)

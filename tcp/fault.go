@@ -27,8 +27,8 @@ func (t *Transport) fault(v []iovec, write bool) error {
 	return fmt.Errorf("tcp: %w", hostmem.Fault(t.layout.Regions, spans, write, syscall.EFAULT))
 }
 
-// failed ends a transfer whose bytes D's memory does not take. The reason is kept before
-// the streams forget the transfer, so that the first stream that answers P gives it.
+// failed ends a transfer whose bytes D's memory does not take. D keeps the reason before its
+// streams forget the transfer. So the first stream that answers P gives P the reason.
 func (r *receiver) failed(in *inbound, err error) {
 	text := strings.ToValidUTF8(err.Error(), "")
 	r.mu.Lock()

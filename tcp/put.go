@@ -28,13 +28,13 @@ var errStuck = errors.New("a transfer was given up, and the decode agent does no
 func (s *sender) write(st *outStream, out *outbound, length uint64) (sent uint64, err error) {
 	w := frameWriter{s: s, st: st, out: out, idle: stall{bound: s.t.cfg.StallTimeout}}
 	defer func() { sent = w.sealed(sent) }()
+	if s.t.devices.mover != nil && out != nil {
+		return w.writeStaged(length)
+	}
 	if err := w.seal(length); err != nil {
 		return 0, err
 	}
-	if s.t.devices.mover == nil || out == nil {
-		return w.write(st.vec, length, time.Time{})
-	}
-	return w.writeStaged(&st.source, length)
+	return w.write(st.vec, length, time.Time{})
 }
 
 // frameWriter writes parts of a frame to its stream.
@@ -116,9 +116,9 @@ func (w *frameWriter) stops() bool { return w.out != nil && w.out.over.Load() }
 // rest is how much longer a frame that has begun may take if its transfer is given up now, or was.
 func (w *frameWriter) rest() time.Duration {
 	if !w.stops() || fault.On("tcp-stop-unbound") {
-		return stopBound
+		return w.s.stop
 	}
-	return stopBound - time.Since(w.out.ended)
+	return w.s.stop - time.Since(w.out.ended)
 }
 
 // put is one writev out of the transfer's blocks, without a wait. On D, land is its

@@ -85,7 +85,7 @@ func (p *inPeer) reads(frames int, now time.Time) {
 	p.moves.Run(p.reading > 0 || fault.On("stream-rest-counts"), now)
 }
 
-// took is how long bytes have come from the peer since the transfer's first byte. Bytes of the peer's other transfers count too, since
+// took is the time, since the transfer's first byte, in which bytes came from the peer. Bytes of the peer's other transfers count too, since
 // this transfer may have waited for its turn behind them. receiver.mu is held.
 func (in *inbound) took() time.Duration { return in.peer.moves.Sum(time.Now()) - in.since }
 
@@ -257,7 +257,9 @@ type inStream struct {
 	staging  staging
 	least    int       // how many bytes make the socket readable; 0 stands for 1
 	window   []run     // cut off the plan of the transfer whose frame is being read
-	cuts     int       // how many runs were cut off that plan since the frame began
+	cuts     int       // how many runs were cut off that plan since landed was called
+	owes     *inbound  // the transfer whose frames were read before, and whose copies go on; see goesOn
+	owed     uint64    // bytes of these frames: they count when the copies have ended
 	sealed   *unsealer // nil: the stream is plain
 }
 
@@ -327,31 +329,44 @@ func (s *inStream) frame() error {
 		answer, fault = s.r.done.answer(h.key)
 	}
 	s.r.mu.Unlock()
+	if s.owes != in { // the transfer of the frames before has ended
+		if err := s.settle(); err != nil {
+			return err
+		}
+	}
 	if in == nil {
 		if err := s.answer(&answer, fault); err != nil {
 			return err
 		}
-	} else if err := in.admit(h.position, h.length); err != nil {
-		s.r.fail(in, err)
-		return err
-	}
-	n, in, err := s.payload(in, &h)
-	s.received += n
-	if err != nil {
-		if in != nil {
-			in.covered.mu.Lock()
-			in.covered.set.Remove(h.position+n, h.position+h.length) // P may send these bytes again
-			in.covered.mu.Unlock()
-			s.r.mu.Lock()
-			in.got += n
-			s.r.mu.Unlock()
+	} else if bad := in.admit(h.position, h.length); bad != nil {
+		if err := s.settle(); err != nil { // fail waits for copies, so none of this stream's may be left
+			return err
 		}
+		s.r.fail(in, bad)
+		return bad
+	}
+	n, in, goesOn, err := s.payload(in, &h)
+	s.received += n
+	switch {
+	case in == nil:
+		s.owes, s.owed, s.cuts = nil, 0, 0
 		return err
+	case err != nil:
+		in.covered.mu.Lock()
+		in.covered.set.Remove(h.position+n, h.position+h.length) // P may send these bytes again
+		in.covered.mu.Unlock()
+		s.r.mu.Lock()
+		in.got += n + s.owed
+		s.r.mu.Unlock()
+		s.owes, s.owed = nil, 0
+		return err
+	case goesOn:
+		s.owes, s.owed = in, s.owed+n
+		return nil
 	}
-	if in != nil {
-		return s.landed(in, h.length)
-	}
-	return nil
+	n += s.owed
+	s.owes, s.owed = nil, 0
+	return s.landed(in, n)
 }
 
 // admit checks a frame's place. If bytes could come twice they would count twice, and a
@@ -370,28 +385,4 @@ func (in *inbound) admit(pos, length uint64) error {
 		return fmt.Errorf("transfer %q: its frames leave more than %d holes", in.id.Name(), in.mostIntervals())
 	}
 	return nil
-}
-
-// landed counts a frame's bytes. With the last ones it ends the transfer.
-func (s *inStream) landed(in *inbound, n uint64) error {
-	s.r.mu.Lock()
-	in.got += n
-	in.cuts, s.cuts = in.cuts+s.cuts, 0
-	gone := s.r.byID[in.id] != in
-	var end *outcome
-	if in.got == in.total {
-		if end = s.r.ends(in); end != nil {
-			s.r.done.add(doneTransfer{grant: in.grant, total: in.total})
-		}
-	}
-	stats := core.TransferStats{Bytes: in.got, Segments: len(in.runs) + in.cuts, Nanos: in.took().Nanoseconds()}
-	s.r.mu.Unlock()
-	switch {
-	case gone: // another stream has brought the last frame, or the transfer has failed or was revoked: P may stop sending it
-		return s.answered(in.grant)
-	case end == nil:
-		return nil
-	}
-	s.r.tell(in, end, stats, nil)
-	return s.send(&header{kind: frameAck, key: in.grant, length: stats.Bytes})
 }

@@ -46,6 +46,7 @@ func (s *recordBuffer) free() {
 type recordBuffers struct {
 	mu     sync.Mutex
 	spare  []*recordBuffer
+	create func() (*recordBuffer, error) // see newRecordBuffer
 	closed bool
 }
 
@@ -59,7 +60,7 @@ func (l *recordBuffers) take() (*recordBuffer, error) {
 		l.spare = l.spare[:n-1]
 		return s, nil
 	}
-	return newRecordBuffer()
+	return l.create()
 }
 
 func (l *recordBuffers) give(s *recordBuffer) {

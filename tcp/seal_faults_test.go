@@ -3,6 +3,7 @@
 package tcp
 
 import (
+	"runtime"
 	"strings"
 	"testing"
 
@@ -32,5 +33,5 @@ var sealDefects = []faulttest.Defect{
 // TestSealDefects: each defect is found by its test, and the list has all places.
 func TestSealDefects(t *testing.T) {
 	ofDevices := func(name string) bool { return strings.HasPrefix(name, "tcp-") } // internal/devices has their list
-	faulttest.Run(t, sealDefects, ofDevices)
+	faulttest.Run(t, runtime.GOMAXPROCS(0), sealDefects, ofDevices)
 }

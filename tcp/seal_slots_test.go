@@ -58,7 +58,7 @@ func TestSealedAndNotSent(t *testing.T) {
 	if err := b.rekey(); err != nil {
 		t.Fatal(err)
 	}
-	st := &outStream{conn: here, raw: raw, sealed: &seals{data: b}}
+	st := &outStream{conn: here, raw: raw, sealed: &seals{data: b}, outFrame: newOutFrame(), next: &outFrame{}}
 	block := make([]byte, 8)
 	for range 1000 { // full buffers take some bytes again when the kernel has put their packets together
 		for n := 1 << 20; n > 0; {
@@ -68,7 +68,7 @@ func TestSealedAndNotSent(t *testing.T) {
 			}
 		}
 		st.vec = []iovec{{uintptr(unsafe.Pointer(&st.hdr[0])), headerSize}, {uintptr(unsafe.Pointer(&block[0])), 8}}
-		w := frameWriter{s: &sender{t: &Transport{}}, st: st, idle: stall{bound: time.Hour, each: tenure}}
+		w := frameWriter{s: &sender{t: &Transport{buffers: recordBuffers{create: newRecordBuffer}}, stop: stopBound}, st: st, idle: stall{bound: time.Hour, each: tenure}}
 		if err := w.seal(headerSize + 8); err != nil {
 			t.Fatal(err)
 		}

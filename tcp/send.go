@@ -15,8 +15,6 @@ import (
 	"time"
 	"unsafe"
 
-	"go.uber.org/zap"
-
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/quota"
@@ -35,6 +33,7 @@ type sender struct {
 	pending  pendingConns
 	grace    time.Duration              // see returnGrace
 	late     time.Duration              // see awaitCause
+	stop     time.Duration              // see stopBound
 	meter    func([]*outStream) reading // see meter
 	closed   bool
 }
@@ -62,31 +61,43 @@ type outSlot struct {
 
 // outStream is one accepted connection.
 type outStream struct {
-	conn    *net.TCPConn
-	raw     syscall.RawConn
-	peer    *outPeer
-	from    netip.Prefix // the address that it counts under
-	number  int
-	offset  uint64 // of the next frame, as D counts received bytes
-	dead    bool
-	shut    bool            // P has said that it writes no more
-	stalled bool            // it makes no progress: D is to open it anew, and meanwhile P uses other streams
-	life    context.Context // ends when dead is set
-	end     func()          // ends life
-	acked   uint64          // bytes that D's kernel had acknowledged at the last look
-	still   int             // how many looks since then have seen no further ones
-	rested  []random        // transfers that rested when it was opened: the stream is to say of each that it lives
-	// vec[0] is the frame's header in hdr.
-	vec     []iovec
-	hdr     [headerSize]byte
-	source  source
-	sealed  *seals           // nil: the stream is plain
-	sealing sealing          // of the frame that is written
-	first   [headerSize]byte // of a sealed stream: P's answer to the hello
+	conn      *net.TCPConn
+	raw       syscall.RawConn
+	peer      *outPeer
+	from      netip.Prefix // the address that it counts under
+	number    int
+	offset    uint64 // of the next frame, as D counts received bytes
+	dead      bool
+	shut      bool             // P has said that it writes no more
+	stalled   bool             // it makes no progress: D is to open it anew, and meanwhile P uses other streams
+	life      context.Context  // ends when dead is set
+	end       func()           // ends life
+	acked     uint64           // bytes that D's kernel had acknowledged at the last look
+	still     int              // how many looks since then have seen no further ones
+	rested    []random         // transfers that rested when it was opened: the stream is to say of each that it lives
+	*outFrame                  // that is written
+	next      *outFrame        // the one after it, if one is cut; see lookAhead
+	slow      bool             // the peer is slow; see tenure
+	yielded   bool             // slots were given back in this frame
+	mayCopy   bool             // a slot's copy may read a transfer's blocks for ever: the stream ends, and nobody is told that this write has ended
+	sealed    *seals           // nil: the stream is plain
+	sealing   sealing          // of the frame that is written
+	first     [headerSize]byte // of a sealed stream: P's answer to the hello
 }
 
+// outFrame is a frame that a stream has taken.
+type outFrame struct {
+	out    *outbound // of the frame that follows: whose it is; nil: none is cut
+	length uint64    // the same frame's, header included
+	vec    []iovec   // vec[0] is the header in hdr
+	hdr    [headerSize]byte
+	source source
+}
+
+func newOutFrame() *outFrame { return &outFrame{vec: make([]iovec, 0, maxVector)} }
+
 func (s *sender) init(t *Transport) {
-	s.t, s.grace, s.late, s.meter = t, returnGrace, step, meter
+	s.t, s.grace, s.late, s.stop, s.meter = t, returnGrace, step, stopBound, meter
 	s.peers = map[core.AgentID]*outPeer{}
 	s.byTicket = map[random]*outPeer{}
 	s.byID = map[core.TransferID]*outbound{}
@@ -263,6 +274,7 @@ func (s *sender) run(st *outStream) {
 		s.streamEnded(st, err)
 		return
 	}
+	defer s.giveBack(st) // if the stream ends between two frames
 	for {
 		out, left := s.take(st)
 		if left == 0 {
@@ -273,8 +285,7 @@ func (s *sender) run(st *outStream) {
 			s.wrote(st.peer, sent)
 		}
 		switch {
-		case errors.Is(err, ErrMayCopy): // its blocks are never free: nobody is told that the write has ended
-			s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(out.id)), zap.Error(err))
+		case errors.Is(err, ErrMayCopy):
 			s.streamEnded(st, err)
 			return
 		case out != nil && ofMemory(err):
@@ -299,12 +310,18 @@ func (s *sender) run(st *outStream) {
 }
 
 // take waits for a transfer with bytes to send and cuts a frame off it into the stream's
-// vector. The frame may also belong to no transfer. It returns the number of bytes, 0 when the
-// stream ends.
+// vector. If a frame was cut ahead, it is that one. The frame may also belong to no transfer. It returns the number
+// of bytes, 0 when the stream ends.
 func (s *sender) take(st *outStream) (*outbound, uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := st.peer
+	if n := st.next; n.out != nil && !st.dead && !s.closed { // its copies are under way
+		st.outFrame, st.next = n, st.outFrame
+		out := n.out
+		n.out = nil
+		return out, n.length
+	}
 	var out *outbound
 	for out == nil {
 		switch {
@@ -315,14 +332,14 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 			p.stuck = nil
 			if !stuck.dead {
 				h := again(stuck.number, p.slots[stuck.number].attempt)
-				st.frame(&h)
+				st.frame(st.outFrame, &h)
 				return nil, headerSize
 			}
 		case p.asks && !st.stalled:
 			p.asks = false
 			if n := p.unopened(); n > 0 {
 				h := again(n, 0)
-				st.frame(&h)
+				st.frame(st.outFrame, &h)
 				return nil, headerSize
 			}
 		case len(st.rested) > 0:
@@ -330,7 +347,7 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 			st.rested = st.rested[1:]
 			if lives := p.byGrant[h.key]; lives != nil && lives.err == nil {
 				st.vec = append(st.vec[:0], iovec{})
-				st.frame(&h)
+				st.frame(st.outFrame, &h)
 				return nil, headerSize
 			}
 		case !p.uses(st):
@@ -345,26 +362,74 @@ func (s *sender) take(st *outStream) (*outbound, uint64) {
 			p.queue = p.queue[1:]
 		}
 	}
-	out.ask = false
-	h := header{kind: frameData, key: out.grant}
-	st.vec, h.position, h.length = out.cut(append(st.vec[:0], iovec{}), s.t.cfg.FrameBytes)
-	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
-	st.frame(&h)
-	out.frames++
-	if out.left > 0 {
-		p.queue = append(p.queue, out)
-	}
-	return out, headerSize + h.length
+	return out, s.cut(st, st.outFrame, out)
 }
 
-// frame puts a frame's header into a stream's vector, before the bytes that are in it.
-func (st *outStream) frame(h *header) {
-	h.encode(&st.hdr)
+// cut cuts a transfer's next frame off it. It returns the number of bytes; s.mu is held.
+func (s *sender) cut(st *outStream, f *outFrame, out *outbound) uint64 {
+	out.ask = false
+	h := header{kind: frameData, key: out.grant}
+	f.vec, h.position, h.length = out.cut(append(f.vec[:0], iovec{}), s.t.cfg.FrameBytes)
+	out.sent = append(out.sent, sentFrame{st.number, st.offset, piece{h.position, h.length}})
+	st.frame(f, &h)
+	if s.t.devices.mover != nil {
+		f.source.begins(f.vec)
+	}
+	out.frames++
+	if out.left > 0 {
+		out.peer.queue = append(out.peer.queue, out)
+	}
+	return headerSize + h.length
+}
+
+// takeAhead cuts the frame that follows one of this transfer, if no other transfer, nor another stream, would have it.
+func (s *sender) takeAhead(st *outStream, out *outbound) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := st.peer
+	switch {
+	case st.dead, s.closed, st.stalled, p.stuck != nil, p.asks, len(st.rested) > 0, !p.uses(st), len(p.queue) != 1, p.queue[0] != out, !out.due(),
+		out.left <= uint64(min(p.tuner.use, p.open)-1)*s.t.cfg.FrameBytes, fault.On("tcp-frame-dry"):
+		return false
+	}
+	p.queue = p.queue[1:]
+	n := st.next
+	if n.vec == nil { // a stream that never looks ahead has no use for it
+		n.vec = make([]iovec, 0, maxVector)
+	}
+	n.out, n.length = out, s.cut(st, n, out)
+	return true
+}
+
+// giveBack gives the frame that follows back, if one is cut. It returns when no copy of it goes on. The stream has ended, or the transfer of
+// this frame and the one before has.
+func (s *sender) giveBack(st *outStream) {
+	n := st.next
+	out := n.out
+	if out == nil {
+		return
+	}
+	n.out = nil
+	if n.source.end(); st.mayCopy {
+		return
+	}
+	s.mu.Lock()
+	st.offset -= n.length
+	out.frames--
+	out.paces()
+	tell := s.settle(out)
+	s.mu.Unlock()
+	s.tell(out, tell)
+}
+
+// frame puts a frame's header into its vector, before the bytes that are in it. It is the stream's next one.
+func (st *outStream) frame(f *outFrame, h *header) {
+	h.encode(&f.hdr)
 	if h.kind != frameData {
-		st.vec = append(st.vec[:0], iovec{})
+		f.vec = append(f.vec[:0], iovec{})
 		st.offset += headerSize
 	} else {
 		st.offset += headerSize + h.length
 	}
-	st.vec[0] = iovec{uintptr(unsafe.Pointer(&st.hdr)), headerSize}
+	f.vec[0] = iovec{uintptr(unsafe.Pointer(&f.hdr)), headerSize}
 }

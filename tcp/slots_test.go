@@ -184,6 +184,11 @@ func TestNoStreamWaitsForALostCopy(t *testing.T) {
 				return d.receiver.byID["t"] == nil
 			})
 			if !before {
+				until(t, "the stream waits", func() bool {
+					in.copies.mu.Lock()
+					defer in.copies.mu.Unlock()
+					return in.copies.idle != nil
+				})
 				in.copies.lose()
 			}
 			select {
@@ -345,7 +350,7 @@ func TestSlowPeersStarveNobody(t *testing.T) {
 		move(t, p, d, core.TransferID(fmt.Sprint("t", i)))
 	}
 	until(t, "nobody holds a slot", func() bool { return len(slots.free) == cap(slots.free) })
-	// One of them takes its bytes at last, with pauses: the bytes that were copied again are right.
+	// One of these peers takes its bytes at last, with pauses. P has copied some of the bytes again, and they must be right.
 	c := stalled[0]
 	for read := uint64(0); read < 8<<20; {
 		h := c.next()

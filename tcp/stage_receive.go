@@ -19,6 +19,7 @@ import (
 type staging struct {
 	slots []stagedSlot
 	spare [][]Run // the runs of slots that have landed, to use again
+	grew  bool    // by the frame that is read
 	ready Slot    // for the next bytes
 	wants int     // if not 0, nothing can be read before the stream has a slot; it is the device's number plus 1
 }
@@ -87,7 +88,7 @@ func (s *inStream) landStaged(fd uintptr, in *inbound, cur *cursor, left uint64,
 	in.copies.add()
 	to := runs(l.takeRuns(), vec, got)
 	slot.Copy(to)
-	l.slots = append(l.slots, stagedSlot{slot, to})
+	l.slots, l.grew = append(l.slots, stagedSlot{slot, to}), true
 	return uintptr(got), 0
 }
 

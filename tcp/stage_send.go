@@ -12,9 +12,11 @@ import (
 	"syscall"
 	"time"
 
+	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/invariants"
 )
 
 // window is the most slots that one stream has at a time. A stream waits for a slot only while it
@@ -33,17 +35,14 @@ const (
 // source is where the bytes of a frame come from. A stream's goroutine takes the frame apart.
 // Parts in device memory are copied into slots, ahead of the part that is written.
 type source struct {
-	w       *frameWriter
-	frame   []iovec // as it was cut
-	store   []iovec
-	rest    []iovec // of the frame, not begun; in store
-	ahead   []sourcePart
-	staged  int    // slots in ahead
-	done    uint64 // bytes of the frame that are written
-	slow    bool   // the peer is slow; see tenure
-	yielded bool   // slots were given back in this frame
-	mayCopy bool   // a slot's copy may read for ever
-	runs    []Run
+	w      *frameWriter
+	frame  []iovec // as it was cut
+	store  []iovec
+	rest   []iovec // of the frame, not begun; in store
+	ahead  []sourcePart
+	staged int    // slots in ahead
+	done   uint64 // bytes of the frame that are written
+	runs   []Run
 }
 
 // sourcePart is a part of a frame in memory that a socket can read once its copy has passed.
@@ -60,16 +59,28 @@ var noWait = func() context.Context {
 	return ctx
 }()
 
-// writeStaged writes a frame to a stream. Some of the frame's bytes may lie in device memory.
-func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err error) {
+// writeStaged writes a frame to a stream. Some of the frame's bytes may lie in device memory. However it ends, no copy of the frame goes on. If
+// it fails, none of the frame that follows does either.
+func (w *frameWriter) writeStaged(length uint64) (sent uint64, err error) {
 	w.idle.each = tenure
-	c.begins(w)
+	c := &w.st.source
+	c.w = w
+	w.st.slow, w.st.yielded = w.st.yielded, false
 	defer func() {
 		c.end()
-		if c.mayCopy {
+		if err != nil {
+			w.s.giveBack(w.st)
+		}
+		if w.st.mayCopy {
 			err = fmt.Errorf("%w: %w", ErrMayCopy, err)
 		}
 	}()
+	if err := w.seal(length); err != nil {
+		return 0, err
+	}
+	if w.stops() {
+		return 0, &copyError{"write a frame", errGivenUp}
+	}
 	for {
 		if c.done > 0 && c.done < length { // a part that is taken at once asks nobody
 			if err := w.givenUp(); err != nil {
@@ -83,6 +94,7 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 		if p == nil {
 			return c.done, w.flush(time.Time{})
 		}
+		c.lookAhead()
 		n, err := w.write(p.vec, p.bytes, c.until())
 		c.done += n
 		switch {
@@ -98,18 +110,43 @@ func (w *frameWriter) writeStaged(c *source, length uint64) (sent uint64, err er
 // as it takes some bytes.
 func (c *source) until() time.Time {
 	switch {
-	case c.staged == 0 || fault.On("tcp-slot-kept"):
+	case c.staged+c.w.st.next.source.staged == 0 || fault.On("tcp-slot-kept"):
 		return time.Time{}
-	case c.slow:
+	case c.w.st.slow:
 		return time.Now()
 	}
 	return time.Now().Add(tenure)
 }
 
-func (c *source) begins(w *frameWriter) {
-	c.w, c.frame, c.done = w, w.st.vec, 0
-	c.slow, c.yielded = c.yielded, false
+// begins is called with each frame that is cut.
+func (c *source) begins(frame []iovec) {
+	if invariants.Enabled {
+		invariants.Must(len(c.ahead) == 0 && c.staged == 0, "%d parts of another frame, %d slots", len(c.ahead), c.staged)
+	}
+	c.frame, c.done = frame, 0
 	c.rewind()
+}
+
+// lookAhead cuts the frame that follows, when all parts of this one have begun and the stream may have one more slot, and begins its copies:
+// so the device need not wait until this frame is written. A slow peer has no copies ahead.
+func (c *source) lookAhead() {
+	st, n := c.w.st, c.w.st.next
+	if len(c.rest) > 0 || st.slow || c.staged+n.source.staged >= window {
+		return
+	}
+	if n.out == nil {
+		if !c.w.s.takeAhead(st, c.w.out) {
+			return
+		}
+		n.source.w = c.w
+	}
+	for len(n.source.rest) > 0 && len(n.source.ahead) <= window && c.staged+n.source.staged < window {
+		p, err := n.source.begin(false)
+		if p == nil || err != nil {
+			return
+		}
+		n.source.ahead = append(n.source.ahead, *p)
+	}
 }
 
 // rewind begins anew with the bytes of the frame that are not written yet.
@@ -118,18 +155,23 @@ func (c *source) rewind() {
 	c.rest = drop(c.store, uintptr(c.done))
 }
 
-// yield gives all slots back.
+// yield gives all slots of the stream back; false if a copy may still read.
 func (c *source) yield() bool {
-	c.slow, c.yielded = true, true
-	ended := c.end()
+	st := c.w.st
+	st.slow, st.yielded = true, true
+	c.end()
 	c.rewind()
-	return ended
+	if st.next.out != nil {
+		st.next.source.end()
+		st.next.source.rewind()
+	}
+	return !st.mayCopy
 }
 
 // next is the next part, nil at the frame's end. It begins to copy the parts behind it.
 func (c *source) next() (*sourcePart, error) {
 	for len(c.rest) > 0 && len(c.ahead) < window {
-		p, err := c.begin()
+		p, err := c.begin(true)
 		if p == nil {
 			if err != nil {
 				return nil, err
@@ -154,10 +196,10 @@ func (c *source) next() (*sourcePart, error) {
 	return p, nil
 }
 
-// begin takes a part off the frame. If the part gets no slot, and parts before it must be written first, it returns nil.
+// begin takes a part off the frame. If the part gets no slot, and parts before it must be written first or it may not wait, it returns nil.
 // A frame has its first slot before its header is written. So if it gets no slot, the whole frame can be
 // taken back.
-func (c *source) begin() (*sourcePart, error) {
+func (c *source) begin(wait bool) (*sourcePart, error) {
 	d := &c.w.s.t.devices
 	device, n, bytes := d.alike(c.rest, ^uint64(0))
 	if device < 0 {
@@ -165,12 +207,12 @@ func (c *source) begin() (*sourcePart, error) {
 		c.rest = c.rest[n:]
 		return p, nil
 	}
-	slot, err := c.slot(device)
+	slot, err := c.slot(device, wait)
 	if slot == nil || err != nil {
 		return nil, err
 	}
 	room := uint64(len(slot.Memory()))
-	if c.slow {
+	if c.w.st.slow {
 		room = min(room, slowPart)
 	}
 	_, _, bytes = d.alike(c.rest, room)
@@ -182,11 +224,11 @@ func (c *source) begin() (*sourcePart, error) {
 }
 
 // slot takes a slot. It waits for one only if the stream has none, else it may return nil.
-func (c *source) slot(device int) (Slot, error) {
-	if c.slow && c.staged > 0 {
+func (c *source) slot(device int, wait bool) (Slot, error) {
+	if c.w.st.slow && c.staged > 0 {
 		return nil, nil
 	}
-	for unsent := c.slow; unsent; {
+	for unsent := c.w.st.slow; unsent; {
 		if err := c.w.ready(c.done > 0); err != nil {
 			return nil, err
 		}
@@ -199,7 +241,7 @@ func (c *source) slot(device int) (Slot, error) {
 	if err == nil {
 		return slot, nil
 	}
-	if c.staged > 0 {
+	if c.staged > 0 || !wait {
 		return nil, nil // the parts before it come first
 	}
 	return c.wait(device)
@@ -270,9 +312,8 @@ func (c *source) written() {
 	c.ahead = slices.Delete(c.ahead, 0, 1)
 }
 
-// end returns when nothing is copied out of the frame's memory any more; false if that is
-// not known.
-func (c *source) end() bool {
+// end returns when nothing is copied out of the frame's memory any more. If that is not known, it says so in the stream's mayCopy.
+func (c *source) end() {
 	for i := range c.ahead {
 		slot := c.ahead[i].slot
 		if slot == nil {
@@ -283,11 +324,13 @@ func (c *source) end() bool {
 			continue
 		}
 		if err := slot.Wait(); errors.Is(err, ErrMayCopy) { // another error is of no account: nobody will read the slot
-			c.mayCopy = true
+			if st := c.w.st; !st.mayCopy {
+				st.mayCopy = true
+				c.w.s.t.cfg.Logger.Error("the blocks of a transfer may be read for ever", zap.String("transfer_id", string(c.w.out.id)), zap.Error(err))
+			}
 			continue
 		}
 		slot.Release()
 	}
 	c.ahead, c.staged, c.rest = c.ahead[:0], 0, nil
-	return !c.mayCopy
 }

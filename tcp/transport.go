@@ -121,6 +121,7 @@ var errClosed = fmt.Errorf("tcp %w", core.ErrTransportClosed)
 // sink until Close returns.
 func New(cfg Config, layout *kv.Layout, sink core.Sink) (*Transport, error) {
 	t := &Transport{cfg: cfg.withDefaults(), layout: layout, devices: devicesOf(cfg.Mover, layout), sink: sink, late: make(chan struct{})}
+	t.buffers.create = newRecordBuffer
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	t.receiver.init(t)
 	t.sender.init(t)

@@ -180,7 +180,8 @@ struct batch {
 
 enum { THREADS = 4, EACH = 50 };
 
-/* One thread's transfers: offered and loaded, P's and D's in turn; some are offered in parts first, some are taken back then. */
+/* One thread's transfers. D loads each, and P offers it. P offers some in parts first, and takes some of these parts back before
+   the offer. */
 static void *transfers(void *arg) {
   struct batch *b = arg;
   const uint32_t one = (uint32_t)b->from, two = (uint32_t)b->from;

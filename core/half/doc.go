@@ -20,7 +20,7 @@
 // found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, Report, answers, and the
 // Forget of PeerGone are of no row.
 //
-// TestSim and TestTranscripts hold the machine to the tables.
+// TestSim and TestTranscripts hold the machine to the tables, and to those of core/machine, which stands above.
 // core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.
 //
 // Claims (D):

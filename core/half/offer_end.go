@@ -137,8 +137,8 @@ func (of *Offer) Report(now time.Time) core.Report {
 		Blocks: of.held.Count(), Wait: wait, Elapsed: now.Sub(of.offered), State: state.String(), Peer: of.peer, Stats: of.stats}
 }
 
-// mustEndBy is how long an offer may keep the engine's blocks; zero: for ever. A D that lives, and claims or loads it in words only,
-// must not keep them for ever.
+// mustEndBy is until when an offer may keep the engine's blocks; zero: for ever. A D that lives may say that it claims or loads the
+// transfer, and never take it. Such a D must not keep the blocks for ever.
 func (h *Set) mustEndBy(of *Offer) time.Time {
 	if of.state.stopping() || fault.On("waits-for-decode") {
 		return time.Time{}

@@ -31,7 +31,7 @@ func (h *Set) Because(name string) (undo func()) {
 }
 
 // row notes one row of a table.
-func (o *observer) row(half string, id ID, guard Guard, before, after fmt.Stringer, does []core.Action) {
+func (o *observer) row(half string, id ID, guard, before, after fmt.Stringer, does []core.Action) {
 	if o.tell == nil {
 		return
 	}
@@ -58,6 +58,19 @@ func (o *observer) word(half string, id ID, name string) {
 func (o *observer) stray(half, name string) {
 	o.taken = append(o.taken, takenRow{core.Transition{Half: half, From: "?", Event: o.event, Guard: "?", To: "?"}, "", []string{name}})
 }
+
+// Row performs one row of a table of who stands above: it wants the row's actions. The event is what a half has told; if it is "", the
+// row is of the step's own event.
+func (h *Set) Row(table string, id ID, event string, guard, before, after fmt.Stringer, does ...core.Action) {
+	if event != "" {
+		defer h.Because(event)()
+	}
+	h.taken.row(table, id, guard, before, after, does)
+	h.actions = append(h.actions, does...)
+}
+
+// Word adds to the row that who stands above has just taken what halves are to hear by it.
+func (h *Set) Word(table string, id ID, name string) { h.taken.word(table, id, name) }
 
 // Act wants actions done, in this order, that stand in no row.
 func (h *Set) Act(list ...core.Action) {

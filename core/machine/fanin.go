@@ -16,7 +16,7 @@ import (
 
 // parts has what the fan-ins of claims and of loads have in common.
 type parts struct {
-	id    core.TransferID
+	fan
 	from  core.Target      // the engine whose ranks the parts are with
 	found []core.FoundPart // these ranks
 	ids   []core.TransferID
@@ -49,18 +49,21 @@ func (s *sum) add(r *core.Report) {
 }
 
 func loadOf(p parts, token uint64, blocks int, started time.Time) *loadFanIn {
-	p.left = len(p.ids)
+	p.fan, p.left = fan{kind: loadFan, id: p.id}, len(p.ids)
 	return &loadFanIn{p, started, sum{core.Report{ID: p.id, Parts: p.ids, Side: core.SideLoad, Token: token, Blocks: blocks}}}
 }
 
 // Divided makes a fan-in of a claim or load that was found to have parts.
 func (m above) Divided(now time.Time, whole core.Report, ids []core.TransferID, found []core.FoundPart) {
-	p := parts{whole.ID, whole.From, found, ids, len(ids)}
+	p := parts{fan{kind: claimFan, id: whole.ID}, whole.From, found, ids, len(ids)}
 	if whole.Side == core.SideClaim {
 		m.fans.claims[p.id] = &p
-	} else {
-		m.fans.loads[p.id] = loadOf(p, whole.Token, whole.Blocks, now.Add(-whole.Elapsed))
+		m.fanTo(&p.fan, "Divided", half.Always, fanGoing)
+		return
 	}
+	f := loadOf(p, whole.Token, whole.Blocks, now.Add(-whole.Elapsed))
+	m.fans.loads[p.id] = f
+	m.fanTo(&f.fan, "Divided", half.Always, fanGoing)
 }
 
 // mayClaim says whether a claim of this id is to begin. If it is not and there is no error, the engine has claimed or loads the
@@ -138,8 +141,10 @@ func (m *Machine) loadClaimedParts(now time.Time, r core.LoadRequest) bool {
 		m.dropClaim(r.ID, half.WhenOther, half.Ending{Code: core.Cancelled, Reason: "the decode engine loads it otherwise"})
 		return false
 	}
-	delete(m.fans.claims, r.ID)
-	m.fans.loads[r.ID] = loadOf(*c, r.Token, r.Count(), now)
+	m.fanTo(&c.fan, "", whenSame, fanNone)
+	f := loadOf(*c, r.Token, r.Count(), now)
+	m.fans.loads[r.ID] = f
+	m.fanTo(&f.fan, "", half.Always, fanGoing)
 	for i := range c.found {
 		m.halves.Load(now, core.LoadRequest{ID: c.ids[i], From: c.found[i].From, Selection: r.Cut(m.layout, c.found[i].Regions), Prompt: fault.Pick("parts-of-any-prompt", r.Prompt, 0), After: fault.Pick("parts-at-once", r.After, 0)}, true)
 	}
@@ -164,11 +169,15 @@ func (m *Machine) dropClaim(id core.TransferID, guard half.Guard, end half.Endin
 	if f == nil {
 		return m.halves.DropClaim(half.ID(id), guard, end)
 	}
-	delete(m.fans.claims, id)
+	m.fanTo(&f.fan, "", guard, fanNone)
+	m.dropParts(f, guard, end)
+	return true
+}
+
+func (m *Machine) dropParts(f *parts, guard half.Guard, end half.Ending) {
 	for _, part := range f.ids {
 		m.halves.DropClaim(half.ID(part), guard, end)
 	}
-	return true
 }
 
 // LoadEnded takes a load's end to the engine. If the load is a part, the first part that
@@ -185,12 +194,15 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 	if f == nil {
 		return // the engine has its Report
 	}
-	failed := f.sum.Code == core.OK && r.Code != core.OK
 	f.sum.decide(&r)
-	if failed && !fault.On("others-go-on") {
-		undo := m.halves.Because("PartFails")
-		m.endLoad(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.Reason})
-		undo()
+	if f.state == fanGoing && r.Code != core.OK {
+		m.fanTo(&f.fan, partTells(over), whenFailed, fanFailing)
+		if !fault.On("others-go-on") {
+			m.halves.Word(f.kind, half.ID(f.id), "PartFails")
+			undo := m.halves.Because("PartFails")
+			m.endLoad(now, f.id, half.Ending{Code: core.Cancelled, Reason: f.sum.Reason})
+			undo()
+		}
 	}
 	if !over {
 		return
@@ -199,11 +211,10 @@ func (m above) LoadEnded(now time.Time, r core.Report, over bool) {
 	if f.left--; f.left > fault.Pick("first-source-ends", 0, len(f.ids)-1) {
 		return
 	}
-	delete(m.fans.loads, f.id)
 	all := f.sum.Report
 	all.Elapsed = now.Sub(f.started)
 	all.Wait = max(all.Elapsed-time.Duration(all.Stats.Nanos), 0)
-	m.halves.Act(all)
+	m.fanTo(&f.fan, partTells(over), whenLast, fanNone, all)
 }
 
 // ClaimEnded takes a claim's end. If the claim was lost and the engine wants to hear of it, the engine is told, and so is P
@@ -217,22 +228,29 @@ func (m above) ClaimEnded(r core.Report, over bool) {
 		return
 	case over:
 		if f.left--; f.left == 0 {
-			delete(m.fans.claims, f.id)
+			m.fanTo(&f.fan, partTells(over), whenLast, fanNone)
 		}
 		return
-	case whole:
-		defer m.halves.Because("Lost")()
-	default:
-		defer m.halves.Because("PartFails")()
+	}
+	end := half.Ending{Code: core.Cancelled, Reason: r.Reason}
+	if whole {
+		undo := m.halves.Because("Lost")
+		m.halves.DropClaim(half.ID(r.ID), half.Always, end)
+		undo()
+		m.halves.Act(r)
+	} else {
 		r.ID, r.From = f.id, f.from
 		if fault.On("lost-twice") {
 			m.halves.Act(r)
 		}
+		undo := m.halves.Because("PartFails")
+		m.dropParts(f, half.Always, end)
+		undo()
+		m.fanTo(&f.fan, partTells(over), whenTold, fanNone, r)
+		m.halves.Word(f.kind, half.ID(f.id), "PartFails")
 	}
-	m.dropClaim(r.ID, half.Always, half.Ending{Code: core.Cancelled, Reason: r.Reason})
 	m.halves.Count.ClaimsLost++
 	if !fault.On("lost-forgotten") {
 		m.lost.Put(r.ID, r)
 	}
-	m.halves.Act(r)
 }

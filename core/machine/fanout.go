@@ -14,6 +14,7 @@ import (
 // shares of other P agents' offers. Each part is an offer of its own, with one peer. The
 // engine knows only the transfer, and the transfer's blocks are free when all parts have ended.
 type fanOut struct {
+	fan
 	sum
 	of      int // how many shares the offer has
 	source  int
@@ -55,7 +56,7 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 	case !m.halves.RoomToDivide(now, base, who, share.Of):
 		return core.Refused, fmt.Sprintf("%d shares of transfer %q do not fit beside %d others", share.Of, string(id), m.halves.Offers())
 	}
-	f := &fanOut{sum: sum{core.Report{ID: id, Side: core.SideOffer}}, of: share.Of, source: share.Source, left: share.Of}
+	f := &fanOut{fan: fan{kind: offerFan, id: id}, sum: sum{core.Report{ID: id, Side: core.SideOffer}}, of: share.Of, source: share.Source, left: share.Of}
 	for k := range share.Of {
 		f.Parts = append(f.Parts, PartID(id, kv.Share{K: k, Of: share.Of, Source: share.Source}))
 	}
@@ -64,6 +65,11 @@ func (m above) Meet(now time.Time, who half.Party, part half.ID) (core.Code, str
 		f.offered, f.Token, f.Blocks = base.Offered(), r.Token, r.Blocks
 	}
 	m.fans.offers[id] = f
+	if f.offered.IsZero() {
+		m.fanTo(&f.fan, "FanOut", whenUnoffered, fanUnoffered)
+	} else {
+		m.fanTo(&f.fan, "FanOut", whenOffered, fanOffered)
+	}
 	m.halves.Divide(now, base, who, f.Parts)
 	return m.partThere(core.TransferID(part))
 }
@@ -110,14 +116,15 @@ func (m above) OfferEnded(now time.Time, of *half.Offer) {
 	f := m.fans.offers[nameOf(r.ID)]
 	f.add(&r)
 	if f.left--; f.left > 0 && !(fault.On("first-share-ends") && f.left >= f.of-1) {
-		m.demanded(f.ID)
+		m.demanded(f.id)
 		return
 	}
-	delete(m.fans.offers, f.ID)
-	m.reportDemand(f.ID, f.Code, f.Reason, 0)
-	m.halves.Remember(of, half.ID(f.ID), half.Tombstone{Code: f.Code, Reason: f.Reason, Offered: !f.offered.IsZero(), Stats: f.Stats})
-	if !f.offered.IsZero() {
-		f.Elapsed = now.Sub(f.offered)
-		m.halves.Act(f.Report)
+	m.reportDemand(f.id, f.Code, f.Reason, 0)
+	m.halves.Remember(of, half.ID(f.id), half.Tombstone{Code: f.Code, Reason: f.Reason, Offered: f.state == fanOffered, Stats: f.Stats})
+	if f.state == fanUnoffered {
+		m.fanTo(&f.fan, "Ended", whenLast, fanNone)
+		return
 	}
+	f.Elapsed = now.Sub(f.offered)
+	m.fanTo(&f.fan, "Ended", whenLast, fanNone, f.Report)
 }

@@ -1,6 +1,8 @@
 package machine
 
 import (
+	"fmt"
+
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/half"
 	"github.com/kvconn/kvconn/internal/invariants"
@@ -15,6 +17,76 @@ type fans struct {
 	offers map[core.TransferID]*fanOut
 }
 
+// fanState: doc.go has the tables of transitions.
+type fanState uint8
+
+const (
+	fanNone      fanState = iota // before its begin and after its end
+	fanGoing                     // a fan-in of which no part has failed
+	fanFailing                   // a fan-in of a load of which a part has failed: the others end
+	fanUnoffered                 // a fan-out that P's engine has not offered
+	fanOffered                   // a fan-out that P's engine has offered
+)
+
+func (s fanState) String() string {
+	return [...]string{"-", "going", "failing", "unoffered", "offered"}[s]
+}
+
+// fanGuard names the case that the code takes, as half.Guard does. If the engine loads from another engine than it claimed from, the guard
+// is half.WhenOther.
+type fanGuard uint8
+
+const (
+	whenLast      fanGuard = iota // no part is left
+	whenFailed                    // the part that tells it has failed, as the first
+	whenTold                      // the engine wants to hear of lost claims
+	whenSame                      // the load is from the claim's engine
+	whenUnoffered                 // P's engine has not offered
+	whenOffered                   // P's engine has offered
+)
+
+func (g fanGuard) String() string {
+	return [...]string{"last", "failed", "told", "same", "unoffered", "offered"}[g]
+}
+
+// The kinds of fans, as Transition.Half has them.
+const (
+	claimFan = "claim-fan-in"
+	loadFan  = "load-fan-in"
+	offerFan = "fan-out"
+)
+
+// fan is what all kinds have in common.
+type fan struct {
+	kind  string
+	id    core.TransferID // as the engine knows it
+	state fanState
+}
+
+// fanTo performs one row of the table, that of the fan's state, of the event and of the guard: it sets the fan's next state, and wants
+// the row's actions. The event is what a part has told, or "" for the step's own. It is the only way out of the maps of fans.
+func (m *Machine) fanTo(f *fan, event string, guard fmt.Stringer, next fanState, does ...core.Action) {
+	m.halves.Row(f.kind, half.ID(f.id), event, guard, f.state, next, does...)
+	f.state = next
+	switch {
+	case next != fanNone:
+	case f.kind == claimFan:
+		delete(m.fans.claims, f.id)
+	case f.kind == loadFan:
+		delete(m.fans.loads, f.id)
+	default:
+		delete(m.fans.offers, f.id)
+	}
+}
+
+// partTells is the event of a fan whose part has ended (over), or is to end.
+func partTells(over bool) string {
+	if over {
+		return "Ended"
+	}
+	return "Lost"
+}
+
 // above is the machine as the halves know it.
 type above struct{ *Machine }
 
@@ -22,7 +94,12 @@ func (m above) Name(id half.ID) core.TransferID     { return nameOf(id) }
 func (m above) Shares(id half.ID) []core.TransferID { return m.shares(nameOf(id)) }
 func (m above) Demanded(id half.ID) bool            { return m.demands[nameOf(id)] }
 func (m above) Loaded(id half.ID)                   { m.demanded(nameOf(id)) }
-func (m above) Forgotten(id half.ID)                { delete(m.fans.offers, nameOf(id)) }
+
+func (m above) Forgotten(id half.ID) {
+	if f := m.fans.offers[nameOf(id)]; f != nil {
+		m.fanTo(&f.fan, "Forgotten", half.Always, fanNone)
+	}
+}
 
 // checkFanIns checks the parts of D's halves, and their counts; only in builds with the tag "invariants".
 func (m *Machine) checkFanIns() {
@@ -46,10 +123,12 @@ func (m *Machine) checkFanIns() {
 	}
 	for id, f := range m.fans.claims {
 		check(id, f)
+		invariants.Must(f.state == fanGoing, "claim %q is in state %v", id, f.state)
 		invariants.Must(m.fans.loads[id] == nil, "transfer %q is claimed and loaded", id)
 	}
 	for id, f := range m.fans.loads {
 		check(id, &f.parts)
+		invariants.Must(f.state == fanGoing && f.sum.Code == core.OK || f.state == fanFailing && f.sum.Code != core.OK, "load %q ends as %v in state %v", id, f.sum.Code, f.state)
 	}
 }
 
@@ -57,7 +136,8 @@ func (m *Machine) checkFanIns() {
 func (m *Machine) checkFanOuts() {
 	for id, f := range m.fans.offers {
 		live := m.halfOf(id)
-		invariants.Must(f.ID == id && len(live) == f.left && f.left > 0 && len(f.Parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)
+		invariants.Must((f.state == fanOffered) != f.offered.IsZero() && (f.state == fanOffered || f.state == fanUnoffered), "offer %q, offered at %v, is in state %v", id, f.offered, f.state)
+		invariants.Must(f.ID == id && f.id == id && len(live) == f.left && f.left > 0 && len(f.Parts) == f.of, "offer %q has %d of %d parts, counted %d", id, len(live), f.of, f.left)
 		invariants.Must(m.halves.Offer(half.ID(id)) == nil, "offer %q is whole and in parts", id)
 		for _, of := range live {
 			invariants.Must(of.Offered().Equal(f.offered), "a part of offer %q is in state %v", id, of.State())

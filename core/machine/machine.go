@@ -1,12 +1,11 @@
-// Package machine decides about all transfers of one agent: see package core, which has what a [Machine] is told and what it wants.
-//
-// The halves of the transfers are those of package core/half. This package stands above them. It takes what the engine says to the halves
-// and their ends to the engine, and it alone knows that a transfer may go in parts, one for each pair of ranks.
+// Each event goes to its half.
+
 package machine
 
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -92,7 +91,9 @@ func (m *Machine) Step(now time.Time, e core.Event) []core.Action {
 		m.closed = true
 		m.halves.Close(now)
 	case core.Abandon:
-		clear(m.fans.claims)
+		for _, id := range slices.Sorted(maps.Keys(m.fans.claims)) {
+			m.fanTo(&m.fans.claims[id].fan, "", half.Always, fanNone)
+		}
 		m.halves.Abandon(now)
 	default:
 		if err := m.stepRequest(now, e); err != nil {

@@ -112,6 +112,7 @@ func (m *Machine) stepOffer(now time.Time, r core.OfferRequest) error {
 	m.halves.Count.Offered++
 	if f := m.fans.offers[r.ID]; f != nil { // all parts have one report
 		f.offered, f.Token, f.Blocks = now, r.Token, r.Count()
+		m.fanTo(&f.fan, "", half.Always, fanOffered)
 	}
 	if list == nil {
 		list = []*half.Offer{m.halves.NewOffer(now, half.ID(r.ID))}

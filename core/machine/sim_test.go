@@ -216,7 +216,7 @@ func TestSimRepeats(t *testing.T) {
 	}
 }
 
-// TestSimTranscript: a seed prints a file of testdata that makes the machines do the same.
+// TestSimTranscript: a seed's transcript has the form of testdata's files. If it is run as such a file, the machines do the same again.
 func TestSimTranscript(t *testing.T) {
 	dir := t.TempDir()
 	for seed := range uint64(20) {

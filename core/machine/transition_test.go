@@ -5,6 +5,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"go/types"
 	"maps"
 	"os"
 	"regexp"
@@ -25,7 +26,7 @@ func parsed(t testing.TB, name string) *ast.File {
 	return f
 }
 
-// transitionTable is the transitions in doc.go.
+// transitionTable is the transitions in the doc.go of core/half and of this package.
 type transitionTable map[transitionKey]*transitionRow
 
 // transitionKey is what decides a row.
@@ -38,14 +39,20 @@ type transitionRow struct {
 }
 
 // tableHeads stand above the tables.
-var tableHeads = map[string]string{"Claims (D):": "claim", "Pending finishes (D), each of a claim or load that has ended while P was looked up:": "pending-finish", "Loads (D):": "load", "Offers (P):": "offer"}
+var tableHeads = map[string]string{"Claims (D):": "claim", "Pending finishes (D), each of a claim or load that has ended while P was looked up:": "pending-finish", "Loads (D):": "load", "Offers (P):": "offer",
+	"Fan-ins of claims (D):": "claim-fan-in", "Fan-ins of loads (D):": "load-fan-in", "Fan-outs (P):": "fan-out"}
 
-// readTransitions reads the tables of the package's documentation.
+// isFan says whether a table is one of fans, which share their states and guards.
+func isFan(half string) bool {
+	return strings.HasPrefix(half, "fan-") || strings.HasSuffix(half, "-fan-in")
+}
+
+// readTransitions reads the tables of both packages' documentation.
 func readTransitions(t testing.TB) transitionTable {
 	t.Helper()
 	columns := regexp.MustCompile(`\s{2,}`)
 	table, half := transitionTable{}, ""
-	for line := range strings.Lines(parsed(t, "../half/doc.go").Doc.Text()) {
+	for line := range strings.Lines(parsed(t, "../half/doc.go").Doc.Text() + parsed(t, "doc.go").Doc.Text()) {
 		text := strings.TrimSpace(line)
 		if h := tableHeads[text]; h != "" {
 			half = h
@@ -162,25 +169,28 @@ func TestStepTakesEachEvent(t *testing.T) {
 	}
 }
 
-// stateNames are what the states of a half are called.
+// stateNames are what the states of a half are called; "fan": those of all fans.
 func stateNames(t testing.TB, half string) []string {
 	t.Helper()
-	file, least := half, 6
-	if half == "pending-finish" {
-		file, least = "asked", 1
+	file, of, least := "../half/"+half, half+"State", 6
+	switch half {
+	case "pending-finish":
+		file, of, least = "../half/asked", "finishState", 1
+	case "fan":
+		file, least = "fans", 4
 	}
-	names := stringsOf(t, file)
+	names := stringsOf(t, file, of)
 	if len(names) < least {
 		t.Fatalf("a %s has the states %v", half, names)
 	}
 	return names
 }
 
-// stringsOf are what the String of a file of core/half has, except "-".
-func stringsOf(t testing.TB, file string) (names []string) {
+// stringsOf are what the String of a type in a file has, except "-".
+func stringsOf(t testing.TB, file, of string) (names []string) {
 	t.Helper()
-	for _, d := range parsed(t, "../half/"+file+".go").Decls {
-		if fn, ok := d.(*ast.FuncDecl); ok && fn.Name.Name == "String" {
+	for _, d := range parsed(t, file+".go").Decls {
+		if fn, ok := d.(*ast.FuncDecl); ok && fn.Name.Name == "String" && types.ExprString(fn.Recv.List[0].Type) == of {
 			ast.Inspect(fn, func(n ast.Node) bool {
 				if lit, ok := n.(*ast.BasicLit); ok && lit.Value != `"-"` {
 					names = append(names, strings.Trim(lit.Value, `"`))
@@ -194,15 +204,22 @@ func stringsOf(t testing.TB, file string) (names []string) {
 
 // TestGuards: each guard of the code is in the tables, and each of the tables in the code.
 func TestGuards(t *testing.T) {
-	guards, inRows := stringsOf(t, "guard"), map[string]bool{}
-	for key := range readTransitions(t) {
-		if key.guard != "-" {
-			inRows[key.guard] = true
+	ofHalves, ofFans := stringsOf(t, "../half/guard", "Guard"), append(stringsOf(t, "fans", "fanGuard"), "other") // half.WhenOther
+	for _, want := range []struct {
+		guards []string
+		fans   bool
+		least  int
+	}{{ofHalves, false, 10}, {ofFans, true, 5}} {
+		inRows := map[string]bool{}
+		for key := range readTransitions(t) {
+			if key.guard != "-" && isFan(key.half) == want.fans {
+				inRows[key.guard] = true
+			}
 		}
-	}
-	rows := slices.Sorted(maps.Keys(inRows))
-	if slices.Sort(guards); !slices.Equal(guards, rows) || len(guards) < 10 {
-		t.Errorf("the guards of the code are %v, and those of the tables are %v", guards, rows)
+		rows := slices.Sorted(maps.Keys(inRows))
+		if slices.Sort(want.guards); !slices.Equal(want.guards, rows) || len(rows) < want.least {
+			t.Errorf("the guards of the code are %v, and those of the tables are %v", want.guards, rows)
+		}
 	}
 }
 
@@ -244,29 +261,34 @@ func TestGuardsAlone(t *testing.T) {
 // TestTransitions: each state of the code is in the tables, and each state and event of the tables in
 // the code. TestSim and TestTranscripts check what happens.
 func TestTransitions(t *testing.T) {
-	states := map[string]map[string]bool{"claim": {}, "pending-finish": {}, "load": {}, "offer": {}}
+	states := map[string]map[string]bool{"claim": {}, "pending-finish": {}, "load": {}, "offer": {}, "fan": {}}
 	for key, row := range readTransitions(t) {
+		of := key.half
+		if isFan(of) {
+			of = "fan"
+		}
 		for _, s := range []string{key.from, row.to} {
 			if s != "-" {
-				states[key.half][s] = true
+				states[of][s] = true
 			}
 		}
 	}
 	brought, known := []string{"Divided", "FanOut", "Lost", "PartFails", "PeerGone"}, eventTypes(t) // by an event
+	told := []string{"Ended", "Forgotten"}                                                          // by a part
 	for key := range readTransitions(t) {
-		if !slices.Contains(brought, key.event) && !slices.Contains(known, key.event) {
+		if !slices.Contains(brought, key.event) && !slices.Contains(known, key.event) && !(isFan(key.half) && slices.Contains(told, key.event)) {
 			t.Errorf("the tables have the event %s, which is no type of Event", key.event)
 		}
 	}
-	for half := range states {
-		for _, s := range stateNames(t, half) {
-			if !states[half][s] {
-				t.Errorf("the tables have no state %s of a %s", s, half)
+	for of := range states {
+		for _, s := range stateNames(t, of) {
+			if !states[of][s] {
+				t.Errorf("the tables have no state %s of a %s", s, of)
 			}
-			delete(states[half], s)
+			delete(states[of], s)
 		}
-		for s := range states[half] {
-			t.Errorf("the code has no state %s of a %s", s, half)
+		for s := range states[of] {
+			t.Errorf("the code has no state %s of a %s", s, of)
 		}
 	}
 }

@@ -50,6 +50,8 @@ var defects = []struct{ name, room, test, says string }{
 	{"tcp-stop-at-once", "../../tcp/conformance", "TestDeviceThatHalts", "the end was told while the blocks are copied from"},
 	{"gpu-slot-turns", "../../tcp/conformance", "TestOnePeerOfManyStreams", "while the honest peer waited"},
 	{"tcp-stop-unbound", "../../tcp", "TestStopOfASlowFrame", "the write is not told"},
+	{"tcp-frame-dry", "../../tcp", "TestNextFrameIsCopied", "the copies of the frame that follows begin"},
+	{"tcp-frame-waits", "../../tcp", "TestNextFrameWhileCopying", "copies go on while the next frame is read"},
 	{"tcp-slot-kept", "../../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
 }
 

@@ -127,7 +127,8 @@ func BenchmarkLook(b *testing.B) {
 	}
 }
 
-// TestEpoch: it grows when other memory is taken for what was registered, and not when a transport makes memory to probe with.
+// TestEpoch: the epoch grows when other memory takes the place of what was registered. It does not grow when a transport makes memory to
+// probe with.
 func TestEpoch(t *testing.T) {
 	e := engine.New(t, 0)
 	m := e.Map(grain)

@@ -19,8 +19,8 @@ import (
 // takes some twenty times its length.
 const smallHead = 512
 
-// withEnding bounds the connections whose goroutines have not ended, with those that were dropped: so many times MaxConns.
-// While there are as many a new one waits in the kernel's queue, for forEnding at most.
+// withEnding times MaxConns bounds the connections whose goroutines have not ended, with those that were dropped.
+// If so many have not ended, a new connection waits in the kernel's queue, for forEnding at most.
 const (
 	withEnding = 4
 	forEnding  = time.Second

@@ -3,6 +3,7 @@
 package httpserve
 
 import (
+	"runtime"
 	"testing"
 
 	"github.com/kvconn/kvconn/rig/faulttest"
@@ -18,5 +19,5 @@ var defects = []faulttest.Defect{
 
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
-	faulttest.Run(t, defects, nil)
+	faulttest.Run(t, runtime.GOMAXPROCS(0), defects, nil)
 }

@@ -137,8 +137,8 @@ func (c tearingConn) Write(p []byte) (int, error) {
 	return n, errors.Join(err, os.ErrDeadlineExceeded)
 }
 
-// TestAnswerThatIsCutOff: the client of an answer that is cut off in the middle of a record reads an end. TLS's close_notify does not
-// come in the record's place.
+// TestAnswerThatIsCutOff: if an answer is cut off in the middle of a TLS record, its client reads an unexpected end. TLS's close_notify does
+// not come in the record's place.
 func TestAnswerThatIsCutOff(t *testing.T) {
 	ca := nettest.NewAuthority(t)
 	var now atomic.Bool

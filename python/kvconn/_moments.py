@@ -113,9 +113,9 @@ class DeviceCalls:
         ``region`` is the index, in :meth:`register_kv_caches`, of a region on the stream's
         GPU. ``stream`` is the stream's handle, a ``CUstream`` or ``cudaStream_t``; 0 is the
         default stream, and None torch's current stream on that GPU in this thread. If the
-        region was not made of a torch tensor, None raises. The call takes a microsecond or two,
-        waits for nothing and may come from any thread. While the stream is captured into a
-        graph it raises.
+        region was not made of a torch tensor, a call with ``stream`` None raises. The call takes
+        a microsecond or two, waits for nothing and may come from any thread. While the stream is
+        captured into a graph the call raises.
         """
         if type(region) is not int or not 0 <= region <= 0xFFFFFFFF:
             region = number(region, "region", 32)

@@ -54,11 +54,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(model: Path) -> Any:
-    """Makes vLLM's scheduler with the connector."""
+def make(model: Path) -> Iterator[Any]:
+    """Makes vLLM's scheduler with the connector, and ends what the connector has begun."""
     from vllm_engine import Engine
 
-    return lambda role, **more: Engine(model, role, **more)
+    made: list[Engine] = []
+
+    def make(role: str, **more: Any) -> Engine:
+        made.append(Engine(model, role, **more))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.ours.shutdown()
 
 
 @pytest.fixture

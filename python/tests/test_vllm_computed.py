@@ -94,8 +94,8 @@ class Clock:
         self.now = end
 
 
-def of_both_roles(make: Any, clock: Clock) -> Engine:
-    engine = make("kv_both")
+def of_both_roles(make: Any, clock: Clock, **more: Any) -> Engine:
+    engine = make("kv_both", **more)
     engine.ours._sched.computed = Computed("kv_both", clock, clock.later)
     return engine
 
@@ -184,42 +184,76 @@ def test_pair_of_both_roles_that_moves_nothing(make: Any, log: pytest.LogCapture
 
 @pytest.mark.parametrize("idle", [True, False], ids=["no further step", "it generates"])
 def test_pair_that_moves_nothing_is_seen_within_a_minute(make: Any, idle: bool, log: pytest.LogCaptureFixture) -> None:
-    """Whether a further request comes or not, and though a line has just been written."""
+    """Whether a further request comes or not. The latest moment: a line was written just before the prompts were due to be counted."""
     clock = Clock()
-    engine = of_both_roles(make, clock)
-    request = engine.add(150, None, max_tokens=8)
+    engine = of_both_roles(make, clock, policy="recompute")
+
+    def bad() -> str:
+        request = engine.add(30, {"do_remote_prefill": True})
+        engine.step()
+        engine.step(received={request.request_id}, failed={request.request_id})
+        engine.run(lambda: engine.finished(request))
+        return request.request_id
+
+    def lines() -> list[str]:
+        return [message for message in log.messages if SAID in message]
+
+    bad()
+    clock.passes(29.9)
+    second = bad()
+    request = engine.add(50, None, max_tokens=1000)
     engine.step()
-    clock.passes(24.9)
-    bad = engine.add(30, {"do_remote_prefill": True})
-    engine.step()
-    engine.step(received={bad.request_id}, failed={bad.request_id})
-    engine.run(lambda: engine.finished(bad))
-    began, own = clock.now, engine.add(50, None, max_tokens=1)
-    engine.run(lambda: engine.finished(own))
+    began = clock.now
     if idle:
-        ends(engine, request)
-    for _ in range(12):
-        clock.passes(5.0)
+        engine.abort(request)
+    passed = 0.0
+    while passed < 60.0:
+        clock.passes(0.1)
+        passed = clock.now - began
         if not idle:
             engine.step()
-    assert clock.now == began + 60.0
-    assert "nothing_moved" in counted(engine) and REASONS["nothing_moved"] in log.text
+        if abs(passed - 1.0) < 0.01:
+            assert len(lines()) == 2 and f"the last one is request {second}." in lines()[1], "the request that may be its own is not named"
+        if abs(passed - 24.0) < 0.01 or abs(passed - 29.0) < 0.01:
+            assert len(lines()) == 2, "at most one each half minute"
+        if abs(passed - 31.0) < 0.01:
+            assert len(lines()) == 3
+    assert REASONS["nothing_moved"] in lines()[2] and counted(engine)["nothing_moved"] == [1, 50]
     if not idle:
-        ends(engine, request)
+        engine.abort(request)
+
+
+def test_no_thread_for_the_timer(make: Any, log: pytest.LogCaptureFixture) -> None:
+    """As at a limit of processes. It costs the line its time, and the engine nothing."""
+    clock = Clock()
+
+    def refuses(seconds: float, call: Callable[[], None]) -> Timer:
+        raise RuntimeError("can't start new thread")
+
+    engine = make("kv_both")
+    engine.ours._sched.computed = Computed("kv_both", clock, refuses)
+    ends(engine, engine.add(50, None))
+    clock.passes(25.0)
+    engine.step()
+    assert counted(engine) == {"nothing_moved": [1, 50]} and SAID in log.text
 
 
 def test_a_timer_s_thread_says_it(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     """With the real clock, and no step after the one in which the request came."""
     monkeypatch.setattr(computed_module, "_WITHOUT_S", 0.01)
     said = threading.Event()
-    log.handler.addFilter(lambda record: said.set() or True)
     computed = Computed("kv_both")
+    heard = lambda record: said.set() or True  # noqa: E731
+    log.handler.addFilter(heard)
     request = made_request(50, None)
     record = Record(request.request_id, None, State.ASIDE, 50)
-    computed.step(first_step(request, ids(-(-50 // SIDES_BLOCK)), 0, 50), {record.req_id: record})
-    assert said.wait(60)  # a bound that ends a hang
-    assert computed.take() == {"nothing_moved": [1, 50]}
-    computed.close()
+    try:
+        computed.step(first_step(request, ids(-(-50 // SIDES_BLOCK)), 0, 50), {record.req_id: record})
+        assert said.wait(60)  # a bound that ends a hang
+        assert computed.take() == {"nothing_moved": [1, 50]}
+    finally:
+        log.handler.removeFilter(heard)
+        computed.close()
 
 
 def test_no_timer_outlives_the_connector(make: Any) -> None:
@@ -269,7 +303,7 @@ def test_requests_whose_loads_fail_have_named_a_transfer(make: Any) -> None:
     assert counted(engine) == {}
     engine.step(received={waits.request_id}, failed={waits.request_id})
     ends(engine, engine.add(50, None))
-    clock.passes(1.0)  # to the next look
+    clock.passes(5.0)  # to the next look
     assert counted(engine) == {"nothing_moved": [3, 150]}
 
 

@@ -199,7 +199,7 @@ def test_prefix_that_another_connector_loaded_badly_is_taken_back(make: Any) -> 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_prefill_aborted(make: Any, steps: int) -> None:
-    """Before admission, and between its chunks: the decode engine is told, and nothing stays."""
+    """If a prompt is aborted, before admission or between its chunks, the connector tells the decode engine, and nothing stays."""
     engine = make("kv_producer")
     kv = prefill_kv()
     request = engine.add(300, kv, max_tokens=1)

@@ -78,7 +78,7 @@ func (r paths) sent(i int) (packets int64, err error) {
 const (
 	pathTransfers = 4
 	pathBlocks    = 32
-	// pathReturn is how long after its paths are back a pair may take to use them:
+	// When a pair's paths are back, the pair must use them again within pathReturn:
 	// the longest pause of a path, and a handshake.
 	pathReturn = 60 * time.Second
 )

@@ -29,7 +29,8 @@ type run struct {
 	Lacks   []string
 	Facts   []said
 
-	transfers *transfers // of the kit, as is suite
+	transfers *transfers // of the kit, as are one and suite
+	one       *transfers // with one connection of the device
 	suite     *suite
 }
 
@@ -138,7 +139,7 @@ func TestKit(t *testing.T) {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	out, err := exec.CommandContext(t.Context(), "tar", "-tzf", "../../build/kvconn-gpu-kit.tar.gz").Output()
-	for _, file := range []string{"run", "README", "needs", "licenses/go/LICENSE", "kvconn", "kvgpu-facts", "kvgpu-suite", "transfers.py", "caches.py", "python/kvconn/__init__.py", "python/kvconn/libkvconn.so", "commit"} {
+	for _, file := range []string{"run", "README", "needs", "licenses/go/LICENSE", "kvconn", "kvgpu-facts", "kvgpu-suite", "transfers.py", "caches.py", "environment.py", "offers.py", "steps.py", "python/kvconn/__init__.py", "python/kvconn/libkvconn.so", "commit"} {
 		if err != nil || !strings.Contains(string(out), "kvconn-gpu-kit/"+file+"\n") {
 			t.Errorf("%v, no %s in the kit:\n%s", err, file, out)
 		}

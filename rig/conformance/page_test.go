@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -95,7 +96,10 @@ func realRuns(t *testing.T) []run {
 // factsOf reads the facts of a run of the kit, or of the program alone. A part that was cut off is a string, and one that is missing null:
 // then it has said nothing.
 func factsOf(text []byte) (r run, err error) {
-	var whole struct{ Facts, Transfers, Suite json.RawMessage }
+	var whole struct {
+		Facts, Transfers, Suite json.RawMessage
+		One                     json.RawMessage `json:"one_connection"`
+	}
 	if err := json.Unmarshal(text, &whole); err != nil {
 		return r, err
 	}
@@ -106,37 +110,64 @@ func factsOf(text []byte) (r run, err error) {
 	if is(whole.Transfers) {
 		err = json.Unmarshal(whole.Transfers, &r.transfers)
 	}
+	if is(whole.One) {
+		err = errors.Join(err, json.Unmarshal(whole.One, &r.one))
+	}
 	if is(whole.Suite) {
 		err = errors.Join(err, json.Unmarshal(whole.Suite, &r.suite))
 	}
 	return r, errors.Join(err, json.Unmarshal(text, &r))
 }
 
+// TestQuestions: each question that the kit's environment.py asks stands in the page's table of what other machines have to answer.
+func TestQuestions(t *testing.T) {
+	asks, err := os.ReadFile("kit/environment.py")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, section, _ := strings.Cut(string(text), "## What other machines have to answer\n")
+	section, _, _ = strings.Cut(section, "\n## ")
+	questions := regexp.MustCompile(`(?m)^[A-Z_]+ = "([^":]+): (.+)"$`).FindAllSubmatch(asks, -1)
+	if len(questions) < 7 {
+		t.Errorf("environment.py has %d questions", len(questions))
+	}
+	for _, q := range questions {
+		row := regexp.MustCompile(`(?m)^\| ` + regexp.QuoteMeta(string(q[1])) + `: .*` + regexp.QuoteMeta(string(q[2])) + `.*\? \|`)
+		if !row.MatchString(section) {
+			t.Errorf("the page does not ask: %s: %s", q[1], q[2])
+		}
+	}
+}
+
 func TestFactsOfTheKit(t *testing.T) {
 	alone := `{"driver": 13000, "date": "2027-01-02", "device": "NVIDIA H100", "facts": [{"fact": 7, "verdict": "holds"}, {"fact": 8, "verdict": "differs"}]}`
 	const on = " (NVIDIA H100, CUDA 13.0, 2027-01-02"
 	whole := `{"kvconn": "abc", "doctor": null, "facts": ` + alone + `, "speed": null, "transfers": {"torch": "2.11", "cases": [{"case": "a to b", "ok": true},
-		{"case": "c to d", "ok": false, "reason": "late\nvery"}]}, "suite": {"runs": [
+		{"case": "c to d", "ok": false, "reason": "late\nvery"}]}, "one_connection": {"torch": "2.11", "cases": [{"case": "a to b", "ok": true}]}, "suite": {"runs": [
 		{"transport": "tcp", "memory": "a to b", "verdict": "passed", "cases": [{"case": "x", "ok": true}, {"case": "y", "ok": true}]},
 		{"transport": "tcp", "memory": "c to d", "verdict": "failed", "reason": "1 cases failed", "cases": [{"case": "x", "ok": true}, {"case": "y", "ok": false}]},
 		{"transport": "tcp", "memory": "two", "verdict": "not run", "reason": "there is 1", "cases": []},
 		{"transport": "rdma", "memory": "a to b", "verdict": "not run", "reason": "no card", "cases": []}]}}`
-	cut := `{"facts": ` + alone + `, "suite": "{ \"runs\":", "transfers": null}`
-	for text, want := range map[string][3]string{
-		alone: {notYet, notYet, notYet},
-		cut:   {notYet, notYet, notYet},
+	cut := `{"facts": ` + alone + `, "suite": "{ \"runs\":", "transfers": null, "one_connection": "{"}`
+	for text, want := range map[string][4]string{
+		alone: {notYet, notYet, notYet, notYet},
+		cut:   {notYet, notYet, notYet, notYet},
 		whole: {"1 of 2 cases" + on + ", PyTorch 2.11); **c to d**: late",
-			"3 of 4 cases" + on + "); **c to d**: 1 cases failed; **c to d, y**; not run: two (there is 1)", "not run" + on + "): no card"},
+			"3 of 4 cases" + on + "); **c to d**: 1 cases failed; **c to d, y**; not run: two (there is 1)", "not run" + on + "): no card", "1 of 1 cases" + on + ", PyTorch 2.11)"},
 	} {
 		r, err := factsOf([]byte(text))
 		if err != nil || r.Driver != 13000 || len(r.Facts) != 2 || r.Facts[0].Fact != 7 {
 			t.Errorf("%s: %+v, %v", text, r, err)
 		}
 		runs := []run{r}
-		if got := [3]string{carried(runs), held(runs, "tcp"), held(runs, "rdma")}; got != want {
+		if got := [4]string{carried(runs, several), held(runs, "tcp"), held(runs, "rdma"), carried(runs, one)}; got != want {
 			t.Errorf("%s: %q, want %q", text, got, want)
 		}
-		head := "| the driver's behaviour: a | all | x |\n| tcp: all that a transport promises, b | yes | x |\n| rdma: the same c | yes | x |\n| local: the same with memory | yes | x |\n| caches between two processes d | no | x |\n"
+		head := "| the driver's behaviour: a | all | x |\n| tcp: all that a transport promises, b | yes | x |\n| rdma: the same c | yes | x |\n| local: the same with memory | yes | x |\n| caches between two processes d | no | x |\n| the same with one connection e | no | x |\n"
 		if got, told := confirmed(t, head, 2, runs), "| the driver's behaviour: a | all | 1 of 2"+on+") |\n"; !strings.Contains(got, told) || !strings.Contains(got, "promises, b | yes | "+want[1]+" |\n") {
 			t.Errorf("%s: %s", text, got)
 		}
@@ -171,22 +202,26 @@ func (r run) on() string {
 	return fmt.Sprintf("%s, CUDA %d.%d, %s", where(r), r.Driver/1000, r.Driver%1000/10, r.Date)
 }
 
-// carried tells of the kit's transfers.
-func carried(runs []run) string {
+func several(r run) *transfers { return r.transfers }
+func one(r run) *transfers     { return r.one }
+
+// carried tells of the kit's transfers, with several connections or one.
+func carried(runs []run, which func(run) *transfers) string {
 	var told []string
 	for _, r := range runs {
-		if r.transfers == nil || !r.hasDevice() {
+		of := which(r)
+		if of == nil || !r.hasDevice() {
 			continue
 		}
 		ok, bad := 0, ""
-		for _, c := range r.transfers.Cases {
+		for _, c := range of.Cases {
 			if c.OK {
 				ok++
 			} else {
 				bad += fmt.Sprintf("; **%s**: %s", c.Case, inCell(c.Reason))
 			}
 		}
-		told = append(told, fmt.Sprintf("%d of %d cases (%s, PyTorch %s)%s", ok, len(r.transfers.Cases), r.on(), r.transfers.Torch, bad))
+		told = append(told, fmt.Sprintf("%d of %d cases (%s, PyTorch %s)%s", ok, len(of.Cases), r.on(), of.Torch, bad))
 	}
 	return orNotYet(told)
 }
@@ -261,7 +296,8 @@ func confirmed(t *testing.T, head string, facts int, runs []run) string {
 		"| tcp: all that a transport promises, ": held(runs, "tcp"),
 		"| local: the same with memory ":         held(runs, "local"),
 		"| rdma: the same ":                      held(runs, "rdma"),
-		"| caches between two processes ":        carried(runs),
+		"| caches between two processes ":        carried(runs, several),
+		"| the same with one connection ":        carried(runs, one),
 	} {
 		found := 0
 		for i, line := range lines {

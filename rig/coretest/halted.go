@@ -1,6 +1,7 @@
 package coretest
 
 import (
+	"os"
 	"testing"
 	"time"
 
@@ -13,8 +14,13 @@ type Halt struct {
 	Waiting func() uint64 // what it has been given to do meanwhile
 }
 
-// tooSoon is how long a case waits for what must not happen while a device is halted.
-const tooSoon = 100 * time.Millisecond
+// tooSoon is how long a case waits for what must not happen while a device is halted. With a planted defect it is what a test finds.
+var tooSoon = func() time.Duration {
+	if os.Getenv("KVCONN_FAULT") != "" {
+		return time.Second
+	}
+	return 100 * time.Millisecond
+}()
 
 // HaltedSuite is what a transport promises of copies that a device has been given and has not made. Of the two sides one has its memory on
 // a device, and that has a Halt.

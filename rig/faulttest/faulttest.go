@@ -7,7 +7,9 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 )
 
 // Defect is the name of a place of internal/fault, and a test that finds it.
@@ -17,8 +19,9 @@ var place = regexp.MustCompile(`fault\.(?:On|Pick)\("([^"]+)"`)
 
 // Run builds the tests of the package in the working directory with the tag "faults". Each defect must fail its test.
 // Each place in the package must be in the list, and each of the list must have a place, unless elsewhere
-// says that another package has the place or the list. A nil elsewhere says so of none. As many run at once as go test lets run.
-func Run(t *testing.T, defects []Defect, elsewhere func(name string) bool) {
+// says that another package has the place or the list. A nil elsewhere says so of none. Up to atOnce run at once: more than
+// there are processors where many defects are found by a hang, so that their tests only wait.
+func Run(t *testing.T, atOnce int, defects []Defect, elsewhere func(name string) bool) {
 	t.Helper()
 	dir, err := os.Getwd()
 	if err != nil {
@@ -28,19 +31,25 @@ func Run(t *testing.T, defects []Defect, elsewhere func(name string) bool) {
 	if out, err := exec.Command("go", "test", "-c", "-tags", "faults", "-o", program, ".").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	has, listed := places(t), map[string]bool{}
+	has, listed, turns := places(t), map[string]bool{}, make(chan struct{}, atOnce)
+	var runs sync.WaitGroup
+	defer runs.Wait()
 	for _, d := range defects {
 		listed[d.Name] = true
 		if has[d.Name] == "" && (elsewhere == nil || !elsewhere(d.Name)) {
 			t.Errorf("%s is in the list and has no place", d.Name)
 		}
-		t.Run(d.Name+" "+d.Test, func(t *testing.T) {
-			t.Parallel()
-			c := exec.Command(program, "-test.run", "^"+d.Test+"$", "-test.timeout", "240s")
-			c.Env = append(os.Environ(), "KVCONN_FAULT="+d.Name)
-			if out, err := c.CombinedOutput(); err == nil || !strings.Contains(string(out), "--- FAIL: "+d.Test) {
-				t.Errorf("%s does not find %s: %v\n%s", d.Test, d.Name, err, out)
-			}
+		runs.Go(func() {
+			turns <- struct{}{}
+			defer func() { <-turns }()
+			t.Run(d.Name+" "+d.Test, func(t *testing.T) {
+				c := exec.CommandContext(t.Context(), program, "-test.run", "^"+d.Test+"$", "-test.timeout", "240s")
+				c.Env = append(os.Environ(), "KVCONN_FAULT="+d.Name)
+				c.WaitDelay = time.Minute // a process that the test has left behind may hold its output
+				if out, err := c.CombinedOutput(); err == nil || !strings.Contains(string(out), "--- FAIL: "+d.Test) {
+					t.Errorf("%s does not find %s: %v\n%s", d.Test, d.Name, err, out)
+				}
+			})
 		})
 	}
 	for name, file := range has {

@@ -81,7 +81,7 @@ struct kvg_device {
   struct kvg_moment *all, *spare;
   struct kvg_stream streams[KVG_MOST_STREAMS];
 };
-/* The copy kernel, in the device's context. suits: these copies go by it; host: of pinned memory. */
+/* The copy kernel, in the device's context. suits says whether these copies go by the kernel; host: they are of pinned memory. */
 void kvg_kernel_open(struct kvg_device *d);
 void kvg_kernel_close(struct kvg_device *d);
 int kvg_kernel_suits(const struct kvg_device *d, const kv_ptr *from, const kv_ptr *to, const size_t *sizes, int n, int host);

@@ -18,7 +18,7 @@ from . import kinds, pools
 # The position after the last index of a state whose indices end with the prompt.
 _END = 1 << 18
 _PAGES = ("k", "v", "kv")  # the parts that SGLang sends as the KV cache
-# The parts that SGLang sends as a state of each type; the pool of the type "mamba" has them with their shapes.
+# The parts that SGLang sends as a state, by the state's type. Of the parts of "mamba" the pool also has the shapes.
 _PARTS = {
     "mamba": ("conv", "temporal"),
     "swa": _PAGES,

@@ -126,7 +126,7 @@ def of_rank(extra: Mapping[str, Any], ib_device: str | None, gpu: int, prefill: 
 def for_both_roles(extra: Mapping[str, Any], prefill: bool) -> dict[str, Any]:
     """The user's keys as they are for this role, on a server that may have the other one next.
 
-    SGLang ends a server whose other role does not start. So what would keep that role from its start is refused here.
+    SGLang ends a server whose other role does not start. So this function refuses keys with which the other role would not start.
     """
     if extra.get("tls_ca_file") and not extra.get("tls_cert_file"):
         raise ValueError(

@@ -64,8 +64,8 @@ class Room:
         self.completion: Any = None
 
     def mark(self) -> int:
-        """The prompt's fingerprint for the agent. Raises TransferError if the weights are not to be compared with another
-        engine's."""
+        """The prompt's fingerprint for the agent. Raises TransferError if nobody can know whether another engine has the same
+        weights."""
         return weights.engine.of_prompt(self.prompt)
 
     def fail(self, reason: str) -> None:

@@ -23,7 +23,7 @@ _queue: Any = None  # the queue that makes its manager now
 
 @dataclass(frozen=True)
 class Start:
-    """The pools and the common ground of a rank."""
+    """A rank's pools, its model, and what both engines must have in common."""
 
     pool: Any
     draft: Any  # the pool of a draft model; None: there is none

@@ -31,7 +31,7 @@ SIBLING = "sibling"
 _WITHOUT_S = 25.0
 _EVERY_S = 30.0
 # How long to wait where a load is under way, which may end well.
-_AGAIN_S = 1.0
+_AGAIN_S = 5.0
 REASONS = {
     FAILED: "their loads failed",
     NO_TRANSFER: "they named no transfer: the router, or the client, sent no kv_transfer_params",
@@ -66,7 +66,7 @@ class Computed:
     """What the prompts are that were computed here, and when that is said.
 
     vLLM's scheduler calls, in its steps. If an engine is idle, no step comes. So while something waits to be said a timer's thread looks
-    too. close ends the timer. The lock guards all fields. It is never held while the log is written.
+    too. close ends the timer. The lock guards all fields but moved, which the scheduler sets. It is never held while the warning is written.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Computed:
         # whether such requests are to be counted, and how many of their prompts and tokens are not counted yet.
         self._alone: float | None = None
         self._due = 0.0
-        self._own = [0, 0]
+        self._own, self._last_own = [0, 0], ""
         # A load has ended well here, or an offer has ended. So the router names transfers, and a request that names none may be meant
         # to name none.
         self.moved = False
@@ -129,15 +129,13 @@ class Computed:
         if record.state is not ASIDE:
             self._named()
         if reason and tokens > _LEFT:
-            if reason not in _SILENT:
-                self._last = record.req_id
             if reason is not NOTHING_MOVED:
-                self._add(reason, 1, tokens)
+                self._add(reason, 1, tokens, record.req_id)
                 return
             if self._alone is None:
                 self._alone = self._clock()
                 self._due = self._alone + _WITHOUT_S
-            self._own = [self._own[0] + 1, self._own[1] + tokens]
+            self._own, self._last_own = [self._own[0] + 1, self._own[1] + tokens], record.req_id
         elif record.loaded and not again:
             self._loaded += 1
 
@@ -153,13 +151,16 @@ class Computed:
                 self._due = now + _AGAIN_S
             else:
                 (prompts, tokens), self._own = self._own, [0, 0]
-                self._add(NOTHING_MOVED, prompts, tokens)
+                self._add(NOTHING_MOVED, prompts, tokens, self._last_own)
         if self._unsaid and now - self._said >= _EVERY_S:
             line = self._line()
             self._said, self._unsaid, self._loaded = now, {}, 0
         if self._timer is None and not self._closed and self._waits():
             at = self._said + _EVERY_S if self._unsaid else self._due
-            self._timer = self._later(at - now, self._tick)
+            try:
+                self._timer = self._later(at - now, self._tick)
+            except RuntimeError:  # the system gives no thread: the next step tries again
+                logger.debug("no timer for the line of prompts that were computed here", exc_info=True)
         return line
 
     def _tick(self) -> None:
@@ -191,12 +192,14 @@ class Computed:
             return SHORT if record.short else NO_TRANSFER if self._one_role else NOTHING_MOVED
         return ""
 
-    def _add(self, reason: str, prompts: int, tokens: int) -> None:
+    def _add(self, reason: str, prompts: int, tokens: int, req_id: str) -> None:
         silent = reason in _SILENT or (reason is NOTHING_MOVED and self.moved)
         for counts in (self._new,) if silent else (self._new, self._unsaid):
             count = counts.setdefault(reason, [0, 0])
             count[0] += prompts
             count[1] += tokens
+        if not silent:
+            self._last = req_id
 
     def _line(self) -> str:
         why = "; ".join(f"{REASONS[reason]} ({count} prompts, {tokens} tokens)" for reason, (count, tokens) in sorted(self._unsaid.items()))

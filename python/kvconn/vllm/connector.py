@@ -89,7 +89,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _timed(method: _Method) -> _Method:
-    """Counts a scheduler's method into what the connector costs the step."""
+    """Makes a scheduler's method count its own time as part of what the connector costs the step."""
 
     @functools.wraps(method)
     def run(self: KVConnConnector, *args: Any, **kwargs: Any) -> Any:
@@ -176,8 +176,9 @@ class KVConnConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether vLLM must not put whole steps into CUDA graphs, which call no layer.
 
-        Such a step is sent when it has ended: later, but right. vLLM's default has full graphs for steps that only decode, and
-        those compute nothing that is sent. So they stay, with all that decode gains by them, unless somebody asks for layers.
+        The connector sends what such a step computes when the step has ended: later, but right. By default vLLM has full graphs
+        only for steps that only decode, and these steps compute nothing that is sent. So the graphs stay, with all that decode gains by
+        them, unless somebody asks for layers.
         """
         return (extra_config or {}).get(SEND_EARLY) == LAYERS
 

@@ -65,7 +65,7 @@ def first_unhashed(blocks: Sequence[Any], start: int, end: int) -> int:
 
 
 def transfer_groups(kv_cache_config: Any) -> list[int]:
-    """The KV cache groups that take part in transfers. A vLLM that does not mark these has all
+    """The KV cache groups that take part in transfers. If vLLM does not mark which do, all
     groups take part."""
     return [number for number, group in enumerate(kv_cache_config.kv_cache_groups) if getattr(group, "enable_kv_transfer", True)]
 

@@ -66,7 +66,7 @@ class Owners:
 
 
 class Prompts:
-    """Fingerprints of prompts. The cache of a prompt that an adapter (LoRA) has computed is another one."""
+    """Fingerprints of prompts. With an adapter (LoRA) a prompt has another cache, and so another fingerprint."""
 
     def __init__(self, cache_dir: str | None = None) -> None:
         self._cache_dir = cache_dir

@@ -47,6 +47,22 @@ class Driver:
         return text.value.decode()
 
 
+class Standing:
+    """A stream of the device that stands still until it is let go: it calls the C library's function that takes a mutex, and no Python."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.libc, self.mutex = driver, c.CDLL(None), c.create_string_buffer(64)  # zeros: it is free
+        stream = c.c_void_p()
+        driver.call("cuStreamCreate", c.byref(stream), 1)
+        self.stream = stream
+        self.libc.pthread_mutex_lock(self.mutex)
+        driver.call("cuLaunchHostFunc", stream, c.cast(self.libc.pthread_mutex_lock, c.c_void_p), self.mutex)
+
+    def let_go(self) -> None:
+        self.libc.pthread_mutex_unlock(self.mutex)
+        self.driver.call("cuStreamSynchronize", self.stream)
+
+
 class Cache:
     """LAYERS layers of blocks, and a stream on which work is queued that writes them."""
 

@@ -22,13 +22,15 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
-from caches import LAYERS, Cache, Device, Driver, Mapped, cache_of
+from caches import LAYERS, Cache, Device, Driver, Mapped, Standing, cache_of
 
 import kvconn
 
 SECONDS = 60
 AGAIN_SECONDS = 10  # after which two engines that slept meet as before
 FREE_SECONDS = 3  # after which a prefill engine's memory is free, if it dies or sleeps, whoever has it open
+STAND_SECONDS = 3  # for which a stream stands still at most: less than a copy has
+ONE_CONNECTION = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 SLACK = 16 << 20  # of that memory, which the driver and others may take meanwhile
 NO_TORCH = "the Python has no PyTorch with CUDA"
 WAYS = {"layers": "layer by layer", "queued": "whole, before it is computed", "ready": "into blocks that are still in use"}
@@ -71,13 +73,13 @@ def agent_of(role: str, cache: Cache, by: str = "tcp", kernel: bool = True) -> I
         agent.close()
 
 
-def finished(agent: kvconn.Agent) -> kvconn.Completion:
-    deadline = time.monotonic() + SECONDS
+def finished(agent: kvconn.Agent, seconds: float = SECONDS) -> kvconn.Completion:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for done in agent.get_finished():
             return done
-        agent.wait(1)
-    raise TimeoutError(f"no completion within {SECONDS} s")
+        agent.wait(min(1, seconds))
+    raise TimeoutError(f"no completion within {seconds} s")
 
 
 def prefill(kind: str, device: int, blocks: int, size: int, by: str, kernel: bool) -> None:
@@ -161,7 +163,7 @@ def wrong_blocks(cache: Cache, ids: list[int], others: bytes) -> int:
 
 
 class Other(NamedTuple):
-    """Decode's device, if it is not prefill's, or what CUDA_VISIBLE_DEVICES is for prefill."""
+    """How decode's device differs from prefill's: by decode's number of it, or by what CUDA_VISIBLE_DEVICES is for prefill."""
 
     device: int = 0
     visible: Optional[str] = None
@@ -290,6 +292,30 @@ def killed() -> dict[str, Any]:
     return {**in_time(seconds, "a killed engine's"), **({} if first["ok"] else first)}
 
 
+def beside_a_standing_stream(by: str) -> dict[str, Any]:
+    """Another stream of decode's process stands still while it loads. Whether the load waits for that stream is told and not judged."""
+    cache, ids = cache_of("cuMemAlloc", 0, SMALL.blocks, SMALL.bytes), list(range(SMALL.count))
+    assert isinstance(cache, Device)
+    cache.fill(OLD)
+    # The double judges no time. With one connection it always holds the load up.
+    within = SECONDS if cache.driver.double and not ONE_CONNECTION else STAND_SECONDS
+    with other_process("cuMemAlloc", SMALL, by) as child, agent_of("decode", cache, by) as agent:
+        address, begin, done = said(child)["address"], time.monotonic(), None
+        ask(child, "offer", id="t", count=SMALL.count, way="ready")
+        said(child)
+        standing = Standing(cache.driver)
+        try:
+            agent.start_load([kvconn.Load("t", address, "kit-prefill", [ids])])
+            with contextlib.suppress(TimeoutError):
+                done = finished(agent, within)
+        finally:
+            standing.let_go()
+        held_up, seconds = done is None, time.monotonic() - begin
+        done, theirs = done or finished(agent), said(child)
+        wrong = wrong_blocks(cache, ids, bytes([OLD]) * SMALL.bytes)
+    return {**verdict(done, theirs, wrong, by), "held_up": held_up, "seconds": round(seconds, 2)}
+
+
 def rates() -> dict[str, Any]:
     """128 MiB, in blocks that are as large as a layer's of some models, and in smaller ones with and without the copy kernel."""
     pairs = [(1 << 20, kind, by, True) for kind in ("host", "cuMemAlloc") for by in ("tcp", "local")]
@@ -342,6 +368,7 @@ def main(only: str = "") -> int:
     cases["memory that was freed"] = freed
     cases |= {f"both engines sleep and wake, by {by}": lambda by=by: slept(by) for by in ("tcp", "local")}
     cases["prefill is killed, by local"] = killed
+    cases |= {f"beside a stream that stands still, by {by}": lambda by=by: beside_a_standing_stream(by) for by in ("tcp", "local")}
     not_run: dict[str, str] = {}
     if devices > 1:
         cases["to another GPU"] = lambda: transfer("cuMemAlloc", "cuMemAlloc", other=Other(1))
@@ -355,6 +382,8 @@ def main(only: str = "") -> int:
         not_run["transfers between two GPUs"] = "there is one GPU"
     if driver.double:
         not_run["the rates of 128 MiB"] = "the driver double has no speed"
+    elif ONE_CONNECTION:
+        not_run["the rates of 128 MiB"] = "they are measured with several connections"
     else:  # offered whole: the rates are of this machine's loopback
         cases |= rates()
     if torch:
@@ -363,6 +392,8 @@ def main(only: str = "") -> int:
         cases |= {"host to torch": lambda: transfer("host", "torch"), "torch to host": lambda: transfer("torch", "host")}
     else:
         not_run["PyTorch's tensors"] = NO_TORCH
+    if ONE_CONNECTION:  # the kit's other run says the same
+        not_run = {f"{name}, with one connection": reason for name, reason in not_run.items()}
     results = []
     for name, case in cases.items():
         if only not in name:
@@ -377,7 +408,7 @@ def main(only: str = "") -> int:
         print(f"NOT RUN: {name}: {reason}", file=sys.stderr)
     head = {"device": driver.name(), "devices": devices, "double": driver.double, "driver": driver.number("cuDriverGetVersion")}
     head |= {"kvconn": kvconn.__version__, "python": platform.python_version(), "torch": torch or "not here, or without a GPU"}
-    head |= {"moment_us": moment_us()}
+    head |= {"moment_us": moment_us(), "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "as the driver does")}
     print(json.dumps({**head, "not_run": not_run, "cases": results}, indent=2))
     return not results or not all(r["ok"] for r in results)
 

@@ -26,7 +26,8 @@
   F(cuMemcpyBatchAsync) F(cuMemsetD8Async) F(cuMemsetD32Async) F(cuMemsetD8_v2) F(cuMemAddressReserve) F(cuMemAddressFree) F(cuMemCreate)           \
   F(cuMemRelease) F(cuMemMap) F(cuMemUnmap) F(cuMemSetAccess) F(cuMemGetAllocationGranularity) F(cuMemRetainAllocationHandle)                       \
   F(cuMemGetAllocationPropertiesFromHandle) F(cuMemExportToShareableHandle) F(cuMemImportFromShareableHandle) F(cuMemAllocAsync) F(cuMemFreeAsync)  \
-  F(cuIpcGetMemHandle) F(cuIpcOpenMemHandle_v2) F(cuIpcCloseMemHandle) F(cuIpcGetEventHandle) F(cuIpcOpenEventHandle) F(cuMemGetHandleForAddressRange) F(cuFlushGPUDirectRDMAWrites)
+  F(cuIpcGetMemHandle) F(cuIpcOpenMemHandle_v2) F(cuIpcCloseMemHandle) F(cuIpcGetEventHandle) F(cuIpcOpenEventHandle) F(cuMemGetHandleForAddressRange) F(cuFlushGPUDirectRDMAWrites) \
+  F(cuDeviceGetDevResource) F(cuDevResourceGenerateDesc) F(cuGreenCtxCreate) F(cuGreenCtxDestroy) F(cuCtxFromGreenCtx) F(cuGreenCtxStreamCreate)
 #define DECLARE(name) extern __typeof__(&name) p_##name;
 FUNCTIONS(DECLARE)
 #undef DECLARE

@@ -14,6 +14,8 @@ void pointers(void);
 void streams(void);
 void waits(void);
 void two_contexts(void);
+void green_contexts(void);
+void destroyed_streams(void);
 void copies(void);
 void batches(void);
 void batches_astray(void);

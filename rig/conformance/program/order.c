@@ -182,3 +182,54 @@ void two_contexts(void) {
   fact(177, "memory of another context of the device can be copied", 0, (int)CU(cuMemAlloc_v2)(&q, 4096) + (int)CU(cuMemcpyDtoDAsync_v2)(q, p, 4096, b) + (int)CU(cuStreamSynchronize)(b));
   CU(cuCtxDestroy_v2)(second);
 }
+
+/* The calls that a moment makes, on a stream of a green context: its events are of the primary context. */
+void green_contexts(void) {
+  CUcontext own = NULL;
+  CUdevResource all;
+  CUdevResourceDesc desc;
+  CUgreenCtx green = NULL;
+  CUstream s = NULL;
+  CUstreamCaptureStatus capturing;
+  unsigned long long id;
+  struct gate g;
+  const char *made = "a green context of all multiprocessors, and a stream of it";
+  open_device();
+  if (!CU(cuGreenCtxStreamCreate)) {
+    not_here(380, made, "the driver is older than CUDA 12.5");
+    return;
+  }
+  int error = (int)CU(cuDeviceGetDevResource)(0, &all, CU_DEV_RESOURCE_TYPE_SM);
+  if (!error) error = (int)CU(cuDevResourceGenerateDesc)(&desc, &all, 1);
+  if (!error) error = (int)CU(cuGreenCtxCreate)(&green, desc, 0, CU_GREEN_CTX_DEFAULT_STREAM);
+  if (!error) error = (int)CU(cuGreenCtxStreamCreate)(&s, green, CU_STREAM_NON_BLOCKING, 0);
+  if (error == CUDA_ERROR_NOT_SUPPORTED) {
+    not_here(380, made, "the device has no green contexts");
+    return;
+  }
+  fact(380, made, 0, error);
+  if (error || CU(cuCtxFromGreenCtx)(&own, green)) return;
+  strict(381, "cuStreamIsCapturing of it while the primary context is current", CUDA_ERROR_INVALID_HANDLE, 0, (int)CU(cuStreamIsCapturing)(s, &capturing));
+  strict(382, "and cuStreamGetId", CUDA_ERROR_INVALID_HANDLE, 0, (int)CU(cuStreamGetId)(s, &id));
+  CUevent e = new_event(CU_EVENT_DISABLE_TIMING), theirs;
+  CU(cuCtxPushCurrent_v2)(own);
+  shut(&g, s);
+  theirs = new_event(CU_EVENT_DISABLE_TIMING);
+  fact(383, "an event of the green context is recorded on it", 0, (int)CU(cuEventRecord)(theirs, s));
+  CU(cuCtxPopCurrent_v2)(&own);
+  int recorded = (int)CU(cuEventRecord)(e, s);
+  strict(384, "an event of the primary context is recorded on it", CUDA_ERROR_INVALID_HANDLE, 0, recorded);
+  let_time_pass();
+  const char *behind = "and has not passed while the stream is busy";
+  if (recorded) not_here(385, behind, "it was not recorded");
+  else fact(385, behind, CUDA_ERROR_NOT_READY, (int)CU(cuEventQuery)(e));
+  CUstream ours = new_stream();
+  fact(386, "a stream of the primary context may wait for the green context's event", 0, (int)CU(cuStreamWaitEvent)(ours, theirs, 0));
+  fact(387, "and does", CUDA_ERROR_NOT_READY, (int)CU(cuStreamQuery)(ours));
+  open_gate(&g);
+  fact(388, "until it has passed", 0, (int)CU(cuStreamSynchronize)(ours));
+  CU(cuCtxPushCurrent_v2)(own);
+  CU(cuStreamDestroy_v2)(s);
+  CU(cuCtxPopCurrent_v2)(&own);
+  fact(389, "cuGreenCtxDestroy", 0, (int)CU(cuGreenCtxDestroy)(green));
+}

@@ -30,6 +30,7 @@ static struct peer start_peer(const char *what, const char *argument) {
   fflush(stdout);
   struct peer p = {fork(), ends[0]};
   if (!p.pid) {
+    alarm(PEER_SECONDS); /* stays over exec */
     execl(own_path(), "kvgpu-facts", "--peer", what, both, (char *)NULL);
     _exit(250);
   }
@@ -187,6 +188,29 @@ void batches_astray(void) {
   goes_astray(360, "so does one that begins behind an allocation", "beyond");
 }
 
+/* The calls that a moment makes, on a stream that was destroyed. What a driver does then is said nowhere: it may end the process. */
+static int on_destroyed(const char *call) {
+  open_device();
+  CUstream s = new_stream();
+  CUstreamCaptureStatus capturing;
+  CUevent e = NULL;
+  CU(cuEventCreate)(&e, CU_EVENT_DISABLE_TIMING);
+  CU(cuStreamDestroy_v2)(s);
+  if (!strcmp(call, "capturing")) told(390, "cuStreamIsCapturing of a stream that was destroyed", (int)CU(cuStreamIsCapturing)(s, &capturing));
+  else if (!strcmp(call, "record")) told(392, "cuEventRecord on a stream that was destroyed", (int)CU(cuEventRecord)(e, s));
+  else told(394, "the next stream has the handle of one that was destroyed (1: yes)", new_stream() == s);
+  return 0;
+}
+
+void destroyed_streams(void) {
+  struct peer other = start_peer("destroyed", "capturing");
+  told(391, "and the process ends with the status (1000 and more: a signal)", end_of(&other));
+  other = start_peer("destroyed", "record");
+  told(393, "and the process ends with the status (1000 and more: a signal)", end_of(&other));
+  other = start_peer("destroyed", "handle");
+  ends_well(395, "the process that looked at handles ends well", &other);
+}
+
 static size_t grain;
 static CUmemAllocationProp wanted = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
 static void find_grain(void) { CU(cuMemGetAllocationGranularity)(&grain, &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM); }
@@ -245,6 +269,7 @@ int run_owned(const char *name, const char *argument) {
   if (!strcmp(name, "freed-before")) return freed_before(rest);
   if (!strcmp(name, "owner")) return owner(socket);
   if (!strcmp(name, "astray")) return astray(rest);
+  if (!strcmp(name, "destroyed")) return on_destroyed(rest);
   if (!strcmp(name, "imported")) return imported(fd, socket);
   return strcmp(name, "without-access") ? -1 : without_access(fd);
 }

@@ -35,27 +35,32 @@ func join(folder string, names []string, commit io.Reader) (whole []byte, missed
 	return out.Bytes(), missed, nil
 }
 
-// missedIn lists what a part of the kit did not run, and why: the whole part, some of its cases, or runs of the transport suite.
+// missedIn lists what a part of the kit did not run, and why: the whole part, some of its cases, or runs of the transport suite; and the
+// questions that it did not ask.
 func missedIn(part []byte) (list []string) {
 	var all struct {
 		NotRun string `json:"not_run"`
 	}
 	var some struct {
-		NotRun map[string]string `json:"not_run"`
-		Runs   []result          `json:"runs"`
+		NotRun   map[string]string `json:"not_run"`
+		NotAsked map[string]string `json:"not_asked"`
+		Runs     []result          `json:"runs"`
 	}
 	if json.Unmarshal(part, &all) == nil && all.NotRun != "" { // that of steps.py alone
-		return []string{"a decode step beside loads: " + all.NotRun}
+		return []string{"NOT RUN: a decode step beside loads: " + all.NotRun}
 	}
 	if json.Unmarshal(part, &some) != nil {
 		return nil
 	}
 	for _, name := range slices.Sorted(maps.Keys(some.NotRun)) {
-		list = append(list, name+": "+some.NotRun[name])
+		list = append(list, "NOT RUN: "+name+": "+some.NotRun[name])
+	}
+	for _, question := range slices.Sorted(maps.Keys(some.NotAsked)) {
+		list = append(list, "NOT ASKED: "+question+": "+some.NotAsked[question])
 	}
 	for _, r := range some.Runs {
 		if r.Verdict == verdictNotRun {
-			list = append(list, fmt.Sprintf("%s, %s: %s", r.Transport, r.Memory, r.Reason))
+			list = append(list, fmt.Sprintf("NOT RUN: %s, %s: %s", r.Transport, r.Memory, r.Reason))
 		}
 	}
 	return list

@@ -56,10 +56,10 @@ func main() {
 	if *folder != "" {
 		out, missed, err := join(*folder, flag.Args(), os.Stdin)
 		if len(missed) > 0 {
-			fmt.Fprintln(os.Stderr, "What this machine could not run, which is no failure:")
+			fmt.Fprintln(os.Stderr, "What this machine could not run or answer, which is no failure:")
 		}
 		for _, m := range missed {
-			fmt.Fprintln(os.Stderr, "NOT RUN: "+m)
+			fmt.Fprintln(os.Stderr, m)
 		}
 		if err == nil {
 			_, err = os.Stdout.Write(out)

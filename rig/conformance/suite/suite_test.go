@@ -129,9 +129,10 @@ func TestMissedIn(t *testing.T) {
 		`null`:                      nil,
 		`"cut off"`:                 nil,
 		`{"rows": []}`:              nil,
-		`{"not_run": "no PyTorch"}`: {"a decode step beside loads: no PyTorch"},
-		`{"not_run": {"two": "one GPU", "rates": "no speed"}, "cases": [{"case": "a", "ok": true}]}`:                                                            {"rates: no speed", "two: one GPU"},
-		`{"runs": [{"transport": "tcp", "memory": "a", "verdict": "passed"}, {"transport": "rdma", "memory": "b", "verdict": "not run", "reason": "no card"}]}`: {"rdma, b: no card"},
+		`{"not_run": "no PyTorch"}`: {"NOT RUN: a decode step beside loads: no PyTorch"},
+		`{"not_run": {"two": "one GPU", "rates": "no speed"}, "cases": [{"case": "a", "ok": true}]}`:                                                            {"NOT RUN: rates: no speed", "NOT RUN: two: one GPU"},
+		`{"mps": {"in_use": false}, "not_asked": {"b": "no", "a": "none"}}`:                                                                                     {"NOT ASKED: a: none", "NOT ASKED: b: no"},
+		`{"runs": [{"transport": "tcp", "memory": "a", "verdict": "passed"}, {"transport": "rdma", "memory": "b", "verdict": "not run", "reason": "no card"}]}`: {"NOT RUN: rdma, b: no card"},
 	} {
 		if got := missedIn([]byte(part)); !slices.Equal(got, want) {
 			t.Errorf("%s: %q, want %q", part, got, want)

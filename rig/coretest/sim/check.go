@@ -173,7 +173,7 @@ func (w *world) checkEnd() {
 	}
 }
 
-// reach is how long a word takes at most in a calm world.
+// reach is how long it takes at most, in a calm world, until one side has heard what the other has said.
 const reach = 250 * time.Millisecond
 
 // expectAbort checks, where nothing is in the way of a message, that the other side hears

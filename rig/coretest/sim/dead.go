@@ -10,7 +10,7 @@ import (
 )
 
 // expectProbe: when P's connections to a D broke, P asks whether the D lives. When P hears
-// that it does not, P frees what it keeps for that D.
+// that the D is dead, P frees what it keeps for that D.
 func (a *agent) expectProbe(d *agent) {
 	w := a.w
 	if !d.dead || d.silent || w.plan.slow > 0 || w.plan.opt.MaxTransfers < 16 { // P forgets what has ended

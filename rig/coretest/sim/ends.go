@@ -40,8 +40,9 @@ func (a *agent) watchEnds(e core.Event) func(actions []core.Action) {
 	}
 }
 
-// watchEarly looks at the order in which early claims and loads end for which no engine has come: those that have waited for longest
-// are the first, with all shares of their transfer. What has waited when the clock jumped, or when the process was stopped, has no such order.
+// watchEarly looks at early claims and loads that end because P's engine has not named their transfer. Those that have waited for longest
+// must end first, together with all shares of their transfer. What has waited when the clock jumped, or when the process was stopped, has no
+// such order.
 func (a *agent) watchEarly(e core.Event) func(actions []core.Action) {
 	w, early := a.w, func(id core.TransferID) bool { return a.m.StateOf(core.SideOffer, id) == "early" }
 	var named []core.TransferID

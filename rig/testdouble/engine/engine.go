@@ -219,7 +219,7 @@ func (e *Engine) Wrong(addr uintptr, bytes int, pattern uint64) uint64 {
 	return uint64(C.call_in(C.uint64_t(e.context), symbol(e.tb, "kvgpu_wrong"), &a[0]))
 }
 
-// Pattern is a pattern's bytes, from its first on.
+// Pattern returns so many of a pattern's bytes, from its first byte on.
 func (e *Engine) Pattern(bytes int, pattern uint64) []byte {
 	e.tb.Helper()
 	if e.scratchBytes < bytes {

@@ -32,7 +32,7 @@ void free_contexts(void) {
   }
 }
 
-static bool is_context(CUcontext wanted) {
+bool is_context(CUcontext wanted) {
   for (int i = 0; i < device_count; i++) {
     if (wanted == &primaries[i]) return wanted->alive;
   }
@@ -43,6 +43,15 @@ static bool is_context(CUcontext wanted) {
 }
 
 static bool is_device(CUdevice d) { return d >= 0 && d < device_count; }
+
+void retain_primary(int dev) {
+  primaries[dev].retained++;
+  primaries[dev].alive = true;
+}
+
+void release_primary(int dev) {
+  if (!--primaries[dev].retained) end_context(&primaries[dev]);
+}
 
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice dev, unsigned int *flags, int *active) {
   BEGIN(0);
@@ -58,15 +67,14 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice dev) {
   REQUIRE(out, CUDA_ERROR_INVALID_VALUE);
   REQUIRE(is_device(dev), CUDA_ERROR_INVALID_DEVICE);
   REQUIRE(!devices[dev].sticky, devices[dev].sticky);
-  primaries[dev].retained++;
-  primaries[dev].alive = true;
+  retain_primary(dev);
   *out = &primaries[dev];
   return leave(CUDA_SUCCESS);
 }
 
 /* When a context ends, its streams, events and memory end too, whoever made them. So one release too many takes them
    from the engine. */
-static void end_context(CUcontext c) {
+void end_context(CUcontext c) {
   (void)await_context(c);
   c->alive = false;
   end_streams(c);
@@ -79,9 +87,8 @@ static void end_context(CUcontext c) {
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev) {
   BEGIN(UNSAFE | AFTER_ERROR);
   REQUIRE(is_device(dev), CUDA_ERROR_INVALID_DEVICE);
-  CUcontext c = &primaries[dev];
-  REQUIRE(c->retained, CUDA_ERROR_INVALID_CONTEXT);
-  if (!--c->retained) end_context(c);
+  REQUIRE(primaries[dev].retained, CUDA_ERROR_INVALID_CONTEXT);
+  release_primary(dev);
   return leave(CUDA_SUCCESS);
 }
 
@@ -98,20 +105,25 @@ static CUresult push(CUcontext c) {
   return CUDA_SUCCESS;
 }
 
+CUcontext new_context(int dev, unsigned flags) {
+  CUcontext c = calloc(1, sizeof *c);
+  *c = (struct CUctx_st){.dev = dev, .alive = true, .flags = flags, .id = ++ids, .next = made};
+  made = c;
+  return c;
+}
+
 EXPORT CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice dev) {
   BEGIN(UNSAFE);
   REQUIRE(out, CUDA_ERROR_INVALID_VALUE);
   REQUIRE(is_device(dev), CUDA_ERROR_INVALID_DEVICE);
-  CUcontext c = calloc(1, sizeof *c);
-  *c = (struct CUctx_st){.dev = dev, .alive = true, .flags = flags, .id = ++ids, .next = made};
-  made = c;
+  CUcontext c = new_context(dev, flags);
   *out = c;
   return leave(push(c));
 }
 
 EXPORT CUresult cuCtxDestroy_v2(CUcontext c) {
   BEGIN(UNSAFE | AFTER_ERROR);
-  REQUIRE(c && is_context(c) && !c->primary, CUDA_ERROR_INVALID_CONTEXT);
+  REQUIRE(c && is_context(c) && !c->primary && !c->green, CUDA_ERROR_INVALID_CONTEXT);
   end_context(c);
   if (current_context() == c) depth--;
   return leave(CUDA_SUCCESS);

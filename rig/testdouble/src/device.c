@@ -51,7 +51,7 @@ static void read_failing_operation(void) {
   }
 }
 
-/* The first number that names no device hides itself and all that follow, as with a real driver. */
+/* The first number that names no device hides itself and all that follow, as with a real driver. The instance "MIG-0" is the whole device 0. */
 void make_devices(void) {
   const char *given = getenv("KVGPU_DEVICES"), *visible = getenv("CUDA_VISIBLE_DEVICES");
   int there = given ? atoi(given) : 2;
@@ -61,6 +61,7 @@ void make_devices(void) {
   bool seen[DEVICES_MAX] = {false};
   for (const char *p = visible; p && *p;) {
     char *after;
+    if (!strncmp(p, "MIG-", 4)) p += 4;
     long i = strtol(p, &after, 10);
     if (after == p || i < 0 || i >= there || seen[i]) break;
     seen[i] = true;

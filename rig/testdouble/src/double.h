@@ -87,7 +87,7 @@ CUresult failing_operation(int dev); /* counts one; its failure sticks */
 /* ---- context.c */
 struct CUctx_st {
   int dev;
-  bool primary, alive;
+  bool primary, green, alive;
   int retained; /* of a primary one */
   unsigned flags;
   uint64_t id;
@@ -97,6 +97,11 @@ struct CUctx_st {
 extern struct CUctx_st primaries[DEVICES_MAX];
 CUcontext current_context(void);
 void make_primaries(void);
+CUcontext new_context(int dev, unsigned flags);
+bool is_context(CUcontext c);
+void end_context(CUcontext c);
+void retain_primary(int dev);
+void release_primary(int dev);
 unsigned living_contexts(void);
 void free_contexts(void);
 void end_streams(CUcontext ctx);
@@ -189,6 +194,7 @@ struct op {
   size_t count;
   unsigned value, width;        /* SET */
   uint64_t pattern, from;       /* FILL, CHECK */
+  uint64_t place;               /* in the order in which all streams were given work */
   uint64_t *wrong;              /* CHECK */
   struct record *record;        /* RECORD, WAIT */
   const struct shared *shared;  /* WAIT for another process's record */
@@ -216,6 +222,7 @@ struct CUstream_st {
   CUstream next;
 };
 extern CUstream streams;
+CUstream new_stream(CUcontext ctx, unsigned flags, int priority);
 CUresult find_stream(CUcontext ctx, CUstream handle, CUstream *out); /* also the legacy one; 400 if it is of another context */
 CUstream any_stream(CUstream handle);                               /* of any context; NULL if it is none */
 CUresult put_op(CUstream s, const struct op *op);                   /* takes over what op points to */

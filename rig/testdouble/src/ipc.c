@@ -65,7 +65,7 @@ EXPORT CUresult cuIpcGetEventHandle(CUipcEventHandle *out, CUevent e) {
   return leave(CUDA_SUCCESS);
 }
 
-/* The descriptor gets a description of its own, so that its locks are its own. */
+/* Opens the descriptor's file anew. The new descriptor has an open file description of its own, and so has locks of its own. */
 static int anew(int fd) {
   char link[40];
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);

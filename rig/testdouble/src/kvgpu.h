@@ -5,13 +5,14 @@
  *
  *   KVGPU_SEED=N                    all chance; without it one is drawn, and told with each violation and leak
  *   KVGPU_DELAY_US=N                as kvgpu_delay; 300 if unset
- *   KVGPU_DEVICES=N                 2 if unset; 0: cuInit answers NO_DEVICE. CUDA_VISIBLE_DEVICES hides some, by number
+ *   KVGPU_DEVICES=N                 2 if unset; 0: cuInit answers NO_DEVICE. CUDA_VISIBLE_DEVICES hides some, by number or as MIG-0
  *   KVGPU_ATTRIBUTES=NUM=VALUE,...  device attributes
  *   KVGPU_DRIVER=12020              the version that the driver tells
  *   KVGPU_HIDE=NAME,...             what cuGetProcAddress does not know
  *   KVGPU_FAIL=NAME:NTH:CODE,...    as kvgpu_fail
  *   KVGPU_FAIL_OPERATION=DEVICE:NTH:CODE   as kvgpu_fail_operation
  *   KVGPU_LATE_PCIE=1               as kvgpu_late_pcie
+ *   CUDA_DEVICE_MAX_CONNECTIONS=1   as kvgpu_one_connection
  *   KVGPU_IPC=foreign, hidden, apart   the peer is in another PID namespace; its device is not visible here; devices have no way to
  *                                   each other
  *   KVGPU_LEAKS=report, exit        what is left at unload is told on stderr; the process ends with status 86
@@ -53,6 +54,9 @@ int kvgpu_kernel_check(void *stream, uint64_t device_address, size_t size, uint6
 void kvgpu_delay(unsigned microseconds);
 /* The longest delay of one stream; UINT32_MAX: as all. */
 int kvgpu_slow(void *stream, unsigned microseconds);
+/* A device does all that its streams were given in that order, one after the other: so a stream that stands still holds up all others. Real
+ * devices may do more beside each other. */
+void kvgpu_one_connection(int on);
 /* A held stream begins no operation until it is released, or the device fails. */
 int kvgpu_hold(void *stream);
 int kvgpu_release(void *stream);

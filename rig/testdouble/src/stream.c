@@ -2,12 +2,19 @@
 #include "double.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 CUstream streams;
-static uint64_t ids;
+static uint64_t ids, given; /* streams, operations */
+static bool one_connection; /* a device does what its streams have in the order in which they were given it */
 
-static struct CUstream_st *new_stream(CUcontext ctx, unsigned flags, int priority) {
+__attribute__((constructor)) static void read_connections(void) {
+  const char *told = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  one_connection = told && !strcmp(told, "1");
+}
+
+CUstream new_stream(CUcontext ctx, unsigned flags, int priority) {
   CUstream s = calloc(1, sizeof *s);
   *s = (struct CUstream_st){.ctx = ctx, .flags = flags, .priority = priority, .id = ++ids, .alive = true, .next = streams};
   s->chance = mix(kvgpu_seed() + s->id);
@@ -54,10 +61,19 @@ static void be_late(CUstream s) {
 
 static bool is_passed(const struct stamp *stamp) { return stamp->stream->got >= stamp->until; }
 
+/* Whether all that the device was given before has been done. What waits waits for something older, so no two wait for each other. */
+static bool is_oldest(CUstream s, const struct op *op) {
+  for (CUstream other = streams; other; other = other->next) {
+    if (other->ctx->dev == s->ctx->dev && other->head && other->head->place < op->place) return false;
+  }
+  return true;
+}
+
 /* Whether the operation may begin: not held, and all that it waits for has passed. A device that has failed ends all that it has. */
 static bool may_begin(CUstream s, const struct op *op) {
   if (devices[s->ctx->dev].sticky) return true;
   if (s->held || devices[s->ctx->dev].halted) return false;
+  if (one_connection && !is_oldest(s, op)) return false;
   for (size_t i = 0; i < op->afters; i++) {
     if (!is_passed(&op->after[i])) return false;
   }
@@ -129,10 +145,11 @@ static void imply_order(CUstream s, struct op *op) {
   }
 }
 
-CUresult put_op(CUstream s, const struct op *given) {
+CUresult put_op(CUstream s, const struct op *wanted) {
   struct op *op = malloc(sizeof *op);
-  *op = *given;
+  *op = *wanted;
   op->next = NULL;
+  op->place = 0;
   if (s->capture) { /* a node of a graph, not work */
     if (s->capture->invalid) {
       free_op(op);
@@ -155,6 +172,7 @@ CUresult put_op(CUstream s, const struct op *given) {
     return gone ? CUDA_ERROR_DEINITIALIZED : CUDA_ERROR_OUT_OF_MEMORY;
   }
   imply_order(s, op);
+  op->place = ++given;
   *s->tail = op;
   s->tail = &op->next;
   s->put++;
@@ -334,6 +352,13 @@ EXPORT int kvgpu_slow(void *stream, unsigned microseconds) {
   if (s) s->delay_max = microseconds;
   pthread_mutex_unlock(&world);
   return s ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+EXPORT void kvgpu_one_connection(int on) {
+  pthread_mutex_lock(&world);
+  one_connection = on;
+  pthread_cond_broadcast(&progress);
+  pthread_mutex_unlock(&world);
 }
 
 EXPORT int kvgpu_hold(void *stream) { return set_held(stream, true); }

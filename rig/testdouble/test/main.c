@@ -5,7 +5,7 @@ int main(void) {
     const char *name;
     void (*run)(void);
   } tests[] = {{"memory", test_memory}, {"pointers", test_pointers}, {"mapped", test_mapped}, {"imported", test_imported}, {"export", test_export}, {"order", test_order}, {"races", test_races},
-               {"queue", test_queue},   {"legacy", test_legacy},     {"capture", test_capture}, {"end", test_end}, {"faults", test_faults}};
+               {"queue", test_queue}, {"one connection", test_one_connection}, {"green", test_green}, {"legacy", test_legacy},     {"capture", test_capture}, {"end", test_end}, {"faults", test_faults}};
   CUdeviceptr p;
   FAILS(CUDA_ERROR_NOT_INITIALIZED, cuMemAlloc_v2(&p, 1));
   OK(cuInit(0));

@@ -137,7 +137,8 @@ static void allow_on(int device, CUdeviceptr at, unsigned flags) {
   OK(cuMemSetAccess(at, GRAIN, &access, 1));
 }
 
-/* A handle's descriptor, mapped a second time: on its own device, for the devices that were allowed to, as long as somebody has it. */
+/* A handle's descriptor is mapped a second time. The memory is on the handle's own device. Only devices that were allowed to may use it.
+   It lasts as long as somebody has it. */
 void test_imported(void) {
   CUdeviceptr at, second;
   CUmemGenericAllocationHandle again;

@@ -139,6 +139,62 @@ void test_queue(void) {
   end_pair(&x);
 }
 
+/* Streams have no order among them, but with one connection all wait for what was given before. */
+void test_one_connection(void) {
+  struct pair x = make_pair();
+  for (int one = 0; one < 2; one++) {
+    kvgpu_one_connection(one);
+    OK(kvgpu_hold(x.engine));
+    OK(kvgpu_kernel_fill(x.engine, x.p, N, 1, 0));
+    OK(cuEventRecord(x.e, x.ours));
+    if (one) {
+      for (int i = 0; i < 50; i++) sched_yield();
+      FAILS(CUDA_ERROR_NOT_READY, cuEventQuery(x.e));
+      OK(kvgpu_release(x.engine));
+    }
+    OK(cuEventSynchronize(x.e));
+    if (!one) FAILS(CUDA_ERROR_NOT_READY, cuStreamQuery(x.engine));
+    OK(kvgpu_release(x.engine));
+    OK(cuStreamSynchronize(x.engine));
+  }
+  kvgpu_one_connection(0);
+  end_pair(&x);
+}
+
+/* A green context's streams are as another context's. Its end is not the primary context's. */
+void test_green(void) {
+  CUcontext own = enter_device(0), is;
+  CUdevResource all;
+  CUdevResourceDesc desc;
+  CUgreenCtx g;
+  CUstream s;
+  CUevent e, theirs;
+  FAILS(CUDA_ERROR_INVALID_RESOURCE_TYPE, cuDeviceGetDevResource(0, &all, CU_DEV_RESOURCE_TYPE_INVALID));
+  OK(cuDeviceGetDevResource(0, &all, CU_DEV_RESOURCE_TYPE_SM));
+  OK(cuDevResourceGenerateDesc(&desc, &all, 1));
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuGreenCtxCreate(&g, desc, 1, CU_GREEN_CTX_DEFAULT_STREAM));
+  OK(cuGreenCtxCreate(&g, desc, 0, CU_GREEN_CTX_DEFAULT_STREAM));
+  FAILS(CUDA_ERROR_INVALID_VALUE, cuGreenCtxStreamCreate(&s, g, CU_STREAM_DEFAULT, 0));
+  OK(cuGreenCtxStreamCreate(&s, g, CU_STREAM_NON_BLOCKING, 0));
+  OK(cuEventCreate(&e, CU_EVENT_DISABLE_TIMING));
+  FAILS(CUDA_ERROR_INVALID_HANDLE, cuEventRecord(e, s));
+  OK(cuCtxFromGreenCtx(&is, g));
+  EXPECT(is != own);
+  FAILS(CUDA_ERROR_INVALID_CONTEXT, cuCtxDestroy_v2(is));
+  OK(cuCtxPushCurrent_v2(is));
+  FAILS(CUDA_ERROR_INVALID_HANDLE, cuEventRecord(e, s));
+  OK(cuEventCreate(&theirs, CU_EVENT_DISABLE_TIMING));
+  OK(cuEventRecord(theirs, s));
+  OK(cuEventSynchronize(theirs));
+  OK(cuCtxPopCurrent_v2(NULL));
+  OK(cuGreenCtxDestroy(g));
+  FAILS(CUDA_ERROR_INVALID_CONTEXT, cuCtxFromGreenCtx(&is, g));
+  OK(cuEventRecord(e, NULL));
+  OK(cuEventSynchronize(e));
+  OK(cuEventDestroy_v2(e));
+  leave_device(0);
+}
+
 /* The legacy stream comes after all blocking streams and before their later work; a non-blocking one knows nothing of it. */
 void test_legacy(void) {
   struct pair x = make_pair();

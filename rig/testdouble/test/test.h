@@ -41,6 +41,8 @@ void test_export(void);
 void test_order(void);
 void test_races(void);
 void test_queue(void);
+void test_one_connection(void);
+void test_green(void);
 void test_legacy(void);
 void test_capture(void);
 void test_end(void);
