@@ -229,7 +229,7 @@ func (s *scenario) floodAsHost(d *victim, req *wire.Request) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	flooding := make(chan struct{})
+	flooding := make(chan struct{}, 1)
 	a := newAttacker(s)
 	address, _ := a.host("kvconn - -\n", func(s *session) {
 		fmt.Fprint(s.conn, "ok\nINFO {\"server_id\":\"x\",\"version\":\"2.11.0\",\"proto\":1,\"headers\":true,\"max_payload\":8388608}\r\n")
@@ -244,7 +244,7 @@ func (s *scenario) floodAsHost(d *victim, req *wire.Request) {
 				}
 				if strings.HasPrefix(line, "SUB kvconn.v1.agent.") { // the id under which d is here
 					f := strings.Fields(line)
-					close(flooding)
+					put(flooding, struct{}{}) // d may come more than once
 					go func() {
 						for {
 							if _, err := fmt.Fprintf(s.conn, "MSG %s %s _INBOX.%s.x %d\r\n%s\r\n", strings.Replace(f[1], "*", s.id, 1), f[len(f)-1], s.id, len(text), text); err != nil {
@@ -258,7 +258,7 @@ func (s *scenario) floodAsHost(d *victim, req *wire.Request) {
 		time.Sleep(bound) // the connection stays open
 	})
 	d.say("load mine 10 2 %s", address)
-	<-flooding
+	await(s, "subscription of decode's", flooding)
 }
 
 // TestAnswersThatNobodyReads: 400 connections asked and did not read; 25 MB sent made

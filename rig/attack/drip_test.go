@@ -70,7 +70,7 @@ func bytesThatDrip(t *scenario) {
 	began := time.Now()
 	d.say("load dripped 30 4 %s", slow.from())
 	h := &honest{}
-	for h.all < loadsBefore || dripped.Load() == 0 {
+	for h.all < loadsBefore || dripped.Load() == 0 && time.Since(began) < bound {
 		h.load(t, p, d, fmt.Sprint("beside", h.all))
 	}
 	l := d.report("dripped")
