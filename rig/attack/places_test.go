@@ -149,7 +149,9 @@ func manyHellos(t *scenario) {
 	if raced {
 		ids = 100
 	}
+	began := time.Now()
 	said := t.hellosUnder(ids, p, func(int64) *wire.Request { return aHello() })
+	took := time.Since(began)
 	h := t.newcomersPlain(p, "new", 6)
 	h.load(t, p, d, "idle")
 	h.all++
@@ -162,7 +164,7 @@ func manyHellos(t *scenario) {
 	if said < int64(ids)*9/10 {
 		t.Errorf("prefill has answered %d hellos of %d: the attack itself has failed", said, ids)
 	}
-	got(t, "6 of 6 new decode engines refused (at 1a5364a); one was put out in mid-transfer", "%s, %d hellos, %s", h.comparedWith(t, calm), said, p.growth(t))
+	got(t, "6 of 6 new decode engines refused (at 1a5364a); one was put out in mid-transfer", "%s, %d hellos in %.1f s, %s", h.comparedWith(t, calm), said, took.Seconds(), p.growth(t))
 	if !t.cluster { // a NATS server ends with its test
 		settleKeeping(t, 20, p) // it remembers 4,096 engines, as docs/security.md says
 	}
