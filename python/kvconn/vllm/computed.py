@@ -66,7 +66,8 @@ class Computed:
     """What the prompts are that were computed here, and when that is said.
 
     vLLM's scheduler calls, in its steps. If an engine is idle, no step comes. So while something waits to be said a timer's thread looks
-    too. close ends the timer. The lock guards all fields but moved, which the scheduler sets. It is never held while the warning is written.
+    too. close ends the timer. The lock guards all fields but moved, which the scheduler sets. Nobody holds it while the warning is
+    written.
     """
 
     def __init__(
