@@ -22,9 +22,12 @@
 // buffer. When all bytes are in, D answers with an acknowledgement on the stream, and P's
 // blocks are free.
 //
-// Bytes of device memory go by way of pinned slots (mover.go). The copies of a transfer's next frame begin while
-// those of the frame before go on: P cuts that frame ahead, if nobody else would have its turn, and D reads it if
-// its header has come.
+// Bytes of device memory go by way of pinned slots (mover.go), a few for each stream. The copies of a transfer's next
+// frame begin while those of the frame before go on. P cuts the next frame, and begins its copies, when all copies of
+// the frame before have begun and the stream may have another slot, unless another transfer or another stream would
+// have that frame. D reads the next frame while copies go on, if the frame's header has come whole and the frame is of
+// the same transfer. The bytes of both frames count when their copies have ended. If the stream is encrypted, D ends
+// the copies with each frame. Revoke waits for the copies that are under way, and never for P.
 //
 // If one side must encrypt, the streams between the two are sealed: frames go in records, and
 // the receiver uses nothing of a record before it has checked the record's tag (seal.go).
