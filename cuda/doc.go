@@ -50,7 +50,8 @@
 // # The mover
 //
 // One launch of a kernel (internal/driver/copy.ptx) makes many small copies. The driver compiles the kernel when the device is opened.
-// Other copies go in batches or one by one. If the driver does not take the kernel (device.NoKernel says why), all copies go so.
+// Other copies go in batches or one by one. If the driver does not take the kernel (device.NoKernel says why), all copies go in this
+// way.
 //
 // Copies go between runs of device memory and slots. A slot is a piece of a ring of pinned
 // memory, which is allocated once (Options.RingBytes, Options.SlotBytes). Each direction may

@@ -76,15 +76,15 @@ enum kvconn_status {
 
 typedef uint64_t kvconn_agent; /* the handle of an open agent, never 0 */
 
-/* What the block ids of a group name. All regions of a group have the same kind. If the kinds of two
-   engines differ, they refuse each other. */
+/* What the block ids of a group stand for. All regions of a group have the same kind. If the kinds of
+   two engines differ, they refuse each other. */
 enum kvconn_index_kind {
   KVCONN_INDEX_BLOCK = 0, /* blocks of the prompt, one after the other */
   KVCONN_INDEX_ROW = 1,   /* a row of a table that has one for each request */
   KVCONN_INDEX_SLOT = 2   /* a slot that holds the whole state of one request */
 };
 /* Rings of n entries (n below 2^24), one after the other. Position p of the prompt lies in entry p modulo n. The
-   field first of kvconn_blocks counts these positions. Behind a ring's last entry comes its entry 0. */
+   field first of kvconn_blocks counts these positions. After a ring's last entry comes its entry 0. */
 #define KVCONN_INDEX_RING(n) (3u | (uint32_t)(n) << 8)
 
 /* Where a region lies. Device memory is what CUDA gave this process on one GPU; the library checks that. */
@@ -120,7 +120,7 @@ typedef struct kvconn_region {
   uint64_t block_stride; /* bytes from one block to the next */
   uint64_t block_bytes;  /* bytes of a block, at most block_stride */
   uint32_t num_blocks;
-  uint32_t index_kind;   /* what the group's block ids name: enum kvconn_index_kind */
+  uint32_t index_kind;   /* what the group's block ids stand for: enum kvconn_index_kind */
   uint32_t tokens;       /* of a block, at most 2^20. 0: the block is opaque, and all fields up to head_stride are 0 */
   uint32_t heads;        /* at least 1 unless opaque */
   uint32_t first_head;   /* first_head + heads is at most total_heads */
@@ -169,7 +169,7 @@ typedef struct kvconn_partial_offer {
                                   first only in the call that gives a group its first blocks */
   const uint32_t *ready;       /* for each group: how many blocks are ready, from the prompt's start */
   uint64_t prompt;             /* give it in each call, else blocks may go to a load of another
-                                  prompt. If a later call has another value, it is KVCONN_ERR_INVALID */
+                                  prompt. A later call with another value returns KVCONN_ERR_INVALID */
   const uint32_t *computing;   /* for each group: how many blocks will be ready, counted as in ready,
                                   when the step after this call has written a region, see
                                   kvconn_written_address. NULL: the step computes nothing of this
@@ -198,11 +198,12 @@ typedef struct kvconn_load_request {
 } kvconn_load_request;
 
 /*
- * What a completion is of. KVCONN_SIDE_DEMAND: if a prefill engine has the setting report_demands,
- * each announced transfer gets this completion before its offer's. If it comes because decode has
- * blocks and asks for the transfer, the code is KVCONN_OK, and blocks is the first block of group 0
- * that decode asks for. If the engine offers the transfer, or a part of it, before that, the code is
- * KVCONN_OK and blocks is 0. Any other code says why the transfer has ended.
+ * Of which kind a completion is. KVCONN_SIDE_DEMAND: if a prefill engine has the setting
+ * report_demands, each announced transfer gets this completion before its offer's. If it comes
+ * because decode has blocks and asks for the transfer, the code is KVCONN_OK, and blocks is the
+ * first block of group 0 that decode asks for. If the engine offers the transfer, or a part of it,
+ * before that, the code is KVCONN_OK and blocks is 0. Any other code says why the transfer has
+ * ended.
  *
  * KVCONN_SIDE_CLAIM: if a decode engine has the setting report_claims, a claim gets this
  * completion when a load of it could only fail: the prefill engine is gone, has ended or
@@ -398,11 +399,11 @@ int32_t kvconn_next_log(char *buffer, size_t capacity);
  * becomes readable once more and is closed; the handle is stale.
  *
  * If a GPU or the kernel does not answer, the call cannot promise that no byte lands. The call returns within the same
- * time, with KVCONN_ERR_SYSTEM, and the handle is stale all the same. The reason names the device by its number, and
- * as far as they are known the regions to which copies have not ended. A transfer whose blocks may still be written
- * has no completion. The library and that GPU may still read and write all registered memory, on the host too. So the
- * engine must not free or use any of it again while the process lives. The library keeps its own pinned memory, since
- * the GPU may still use that too.
+ * time, with KVCONN_ERR_SYSTEM, and the handle is stale all the same. The reason has the device's number and, if they
+ * are known, the regions to which copies have not ended. A transfer whose blocks may still be written has no
+ * completion. The library and that GPU may still read and write all registered memory, on the host too. So the engine
+ * must not free or use any of it again while the process lives. The library keeps its own pinned memory, since the GPU
+ * may still use that too.
  */
 int32_t kvconn_close(kvconn_agent agent);
 

@@ -20,7 +20,7 @@
 //
 // D's fence is its own: Revoke lets no batch begin, and waits for the batches that are under way.
 // If a socket or the process behind it ends, the transfers that went over it end. If the kernel does not end a
-// batch, the link ends, and of its transfers only that batch's does not end (hung.go).
+// batch, the link ends, and all its transfers but that batch's end (hung.go).
 //
 // D opens P's memory on a GPU by CUDA's handles (shared.go, opened.go): each allocation once for each link and each device of D's. D
 // closes it when the link has ended and no copy uses it. D's device copies the bytes to blocks on the device, or by way of pinned

@@ -59,19 +59,19 @@ func Keys() []KeyGroup {
 		{"A NATS cluster", []Key{
 			{Name: "nats_url", Without: "the embedded server", Meaning: "A NATS cluster (2.11 or newer, with JetStream) in place of the embedded server, on both sides. Several URLs are separated by commas."},
 			{Name: "nats_replicas", Default: 0, Unit: "servers", Meaning: "How many servers of the cluster hold the registry (at most 5); 0 means 3, or 1 in a smaller cluster. If the registry exists already, the agent uses it as it is."},
-			{Name: "nats_js_prefix", Default: "$JS.API", Meaning: "The prefix of JetStream's API. It is another one if the account of this agent's user imports the registry, see [security](security.md#an-external-cluster)."},
+			{Name: "nats_js_prefix", Default: "$JS.API", Meaning: "The prefix of JetStream's API. Set another one if the account of this agent's user imports the registry, see [security](security.md#an-external-cluster)."},
 		}},
 		{"Who gets in", []Key{
 			{Name: "nats_token", Without: "none", Meaning: "The secret of a deployment, the same for all of its agents. It has 16 characters or more, unless it is a cluster's (`nats_url`)."},
 			{Name: "nats_token_file", Without: "none", Meaning: "A file with the secret of `nats_token`. Set one of the two keys."},
 			{Name: "join_token", Without: "if there is a token or `nats_nkeys`, ranks join from the same host and user only", Meaning: "Prefill: the secret by which the ranks of one engine join its first rank. No decode engine has it. At least 16 characters."},
 			{Name: "join_token_file", Without: "none", Meaning: "Prefill: a file with the secret of `join_token`. Set one of the two keys."},
-			{Name: "nats_nkey_seed_file", Without: "none", Meaning: "A file with this agent's own nkey seed (`SU…`). The agent proves itself with it and needs no token."},
+			{Name: "nats_nkey_seed_file", Without: "none", Meaning: "A file with this agent's own nkey seed (`SU…`). The agent proves itself with this key, and needs no token."},
 			{Name: "nats_nkeys", Without: "none", Meaning: "Prefill: public nkeys (`U…`) that the embedded server admits beside the token."},
 			{Name: "tls_cert_file", Without: "none", Meaning: "Prefill: the bootstrap port speaks https with this certificate. The agent also shows it to a cluster."},
 			{Name: "tls_key_file", Without: "none", Meaning: "The certificate's key."},
 			{Name: "tls_ca_file", Without: "the system's authorities", Meaning: "The authority to trust. With it, an `http://` bootstrap address means https."},
-			{Name: "bootstrap_allow", Without: "all but the refused addresses", Meaning: "Hosts, `*.domains` and CIDR ranges that this agent may contact, see [security](security.md)."},
+			{Name: "bootstrap_allow", Without: "all but those that kvconn refuses by default", Meaning: "Hosts, `*.domains` and CIDR ranges that this agent may contact, see [security](security.md)."},
 		}},
 		{"Transports", []Key{
 			{Name: "transport", Default: viaAuto, Meaning: "`auto`: the first of local (both engines on one host), rdma and tcp that both sides have and that goes between them. `local`, `rdma` or `tcp`: that transport, or an error with the reason. Several with commas, as `rdma,tcp`: the first of them that works."},

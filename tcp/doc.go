@@ -30,8 +30,8 @@
 // If one side must encrypt, the streams between the two are sealed: frames go in records, and
 // the receiver uses nothing of a record before it has checked the record's tag (seal.go).
 //
-// If the kernel cannot read or write a transfer's memory, that transfer fails on its side
-// with the region's name. If it is D's memory, D reads the rest of the frame, throws it away, and
-// tells P the reason on the stream. If it is P's memory, P ends the stream in the middle of the
-// frame, and D opens it anew.
+// If the kernel cannot read or write a transfer's memory, the transfer fails on the side of that
+// memory, with the region's name. If it is D's memory, D reads the rest of the frame, throws it
+// away, and tells P the reason on the stream. If it is P's memory, P ends the stream in the
+// middle of the frame, and D opens it anew.
 package tcp

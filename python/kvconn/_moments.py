@@ -20,7 +20,7 @@ _MOST = 4096  # numbers that are kept
 
 
 class _BoundedCache(dict[Any, Any]):
-    """What was made of a key, until there are too many."""
+    """Keeps what was made of each key. If there are too many, it forgets all."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make

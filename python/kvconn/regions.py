@@ -116,7 +116,7 @@ def regions_from_tensor(  # noqa: PLR0913
     lie together, each becomes a region of its own, all with one name. If a block's
     tokens are apart, or an item is no multiple of 4 bytes, the regions stay opaque. An
     agent that loads refuses the regions of a read-only array. ``index_kind`` says what
-    the ids of the group name, see :class:`~kvconn.IndexKind`.
+    the ids of the group stand for, see :class:`~kvconn.IndexKind`.
     """
     address, shape, strides, item, read_only = _describe(tensor)
     dims = len(shape)

@@ -7,7 +7,8 @@ from typing import NamedTuple, Sequence
 
 
 class IndexKind(IntEnum):
-    """What the block ids of a group name, as a :class:`Region` says it. Both engines must mean the same.
+    """What the block ids of a group stand for; a :class:`Region` has it. Both engines must mean the
+    same.
 
     A group whose ids name entries of rings has the kind ``IndexKind.ring(n)``.
     """
@@ -21,7 +22,7 @@ class IndexKind(IntEnum):
         """The kind of rings of so many entries, one ring after the other.
 
         What belongs to position p of the prompt lies in entry p modulo ``entries``.
-        ``first_block`` is the position of the first id. Behind a ring's last entry
+        ``first_block`` is the position of the first id. After a ring's last entry
         comes its entry 0.
         """
         if not 0 < entries < 1 << 24:
@@ -54,7 +55,7 @@ class Region(NamedTuple):
     different heads. They have equal ``tokens``. The two engines may have different
     orders and heads, and different numbers of tokens if one divides the other.
 
-    ``index_kind`` says what the ids of the group name: a member of :class:`IndexKind`, or
+    ``index_kind`` says what the ids of the group stand for: a member of :class:`IndexKind`, or
     ``IndexKind.ring(n)``. All regions of a group, on both sides, have the same ``index_kind``.
 
     ``read_only`` says that nobody may write the memory, as with an array that numpy made

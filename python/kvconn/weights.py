@@ -122,7 +122,7 @@ def started() -> None:
 
 
 def follow(cls: type, name: str, how: Callable[..., Any]) -> bool:
-    """Has how(call, self, *args, **kwargs) run around a method of an engine's class. Says whether the class has the method.
+    """Runs how(call, self, *args, **kwargs) around each call of a method of an engine's class. Returns whether the class has the method.
 
     The function changes the method once in a process, however often it is called for it, and for classes that inherit the method too.
     """
