@@ -52,9 +52,9 @@ func Keys() []KeyGroup {
 			{Name: "bootstrap_host", Default: "0.0.0.0", Meaning: "Prefill and bootstrap: the address at which the bootstrap port is opened."},
 			{Name: "bootstrap_port", Default: bootstrap.DefaultPort, Meaning: "Prefill and bootstrap: the one port for HTTP and the control plane. 0 is any free one."},
 			{Name: "bootstrap_join", Without: "this agent has a port", Meaning: "Prefill, for a rank that has no port of its own: the `http://host:port` of the engine's first rank, or of an agent of role `bootstrap`."},
-			{Name: "join_timeout_s", Default: 120, Unit: "s", Meaning: "How long a rank waits for the port that it joins, which may open after the rank has started."},
+			{Name: "join_timeout_s", Default: 120, Unit: "s", Meaning: "How long a rank waits for the port that it joins, which may open later."},
 			{Name: "advertise_host", Without: "the host at which peers found the bootstrap port; if the rank has joined from another host, its own address towards that port", Meaning: "Prefill: the host that this agent names to its peers as its own."},
-			{Name: "route_info", Without: "none", Meaning: "Prefill: a JSON object of at most 4 KiB. Its members replace those of the answer to `GET /route`, or are added to them; the engine's sizes stay. If an engine has several ranks, the object of the lowest one counts."},
+			{Name: "route_info", Without: "none", Meaning: "Prefill: a JSON object of at most 4 KiB. Its members replace those of the answer to `GET /route`, or add to them; the engine's sizes stay. Of several ranks' objects the lowest rank's counts."},
 		}},
 		{"A NATS cluster", []Key{
 			{Name: "nats_url", Without: "the embedded server", Meaning: "A NATS cluster (2.11 or newer, with JetStream) in place of the embedded server, on both sides. Several URLs are separated by commas."},
