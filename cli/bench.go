@@ -77,7 +77,7 @@ type benchResult struct {
 	Memcpy       *float64 `json:"memcpy_gb_per_s,omitempty"`
 	MemcpyShared *float64 `json:"memcpy_of_shared_memory_gb_per_s,omitempty"`
 
-	// Of all rounds by rdma: writes for each doorbell, and for each completion asked for.
+	// Of all rounds by rdma: how many writes there were for each doorbell, and for each completion that was asked for.
 	PerDoorbell float64 `json:"writes_per_doorbell,omitempty"`
 	PerSignal   float64 `json:"writes_per_signal,omitempty"`
 }

@@ -1,8 +1,8 @@
 """The fingerprint of a model: it says in one short text what an engine serves, under whatever name.
 
-kvconn makes it of the model's configuration and of a sample of its weights. It reads both from the checkpoint's files,
-never from a device, and never more than some megabytes. The same checkpoint has the same fingerprint on every machine, in
-every folder, and however its tensors are divided among files.
+kvconn makes the fingerprint of the model's configuration and of a sample of its weights. It reads both from the
+checkpoint's files, never from a device, and never more than some megabytes. The same checkpoint has the same fingerprint
+on every machine, in every folder, and however its tensors are divided among files.
 """
 
 from __future__ import annotations
