@@ -4,6 +4,6 @@
 // server, so that routers written for it work unmodified. The port also has the
 // routes of SGLang's bootstrap server.
 //
-// The package differs from Mooncake's server where that one falls short: the very same rank
-// may register twice, a rank can be removed again, and every input is bounded.
+// The package differs from Mooncake's server in three things that it lacks: the very same
+// rank may register twice, a rank can be removed again, and every input is bounded.
 package bootstrap

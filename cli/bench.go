@@ -77,7 +77,7 @@ type benchResult struct {
 	Memcpy       *float64 `json:"memcpy_gb_per_s,omitempty"`
 	MemcpyShared *float64 `json:"memcpy_of_shared_memory_gb_per_s,omitempty"`
 
-	// Of all rounds by rdma: writes for each doorbell, and for each completion asked for.
+	// Of all rounds by rdma: how many writes there were for each doorbell, and for each completion that was asked for.
 	PerDoorbell float64 `json:"writes_per_doorbell,omitempty"`
 	PerSignal   float64 `json:"writes_per_signal,omitempty"`
 }
@@ -88,16 +88,16 @@ func (c *benchConfig) flags() *flag.FlagSet {
 	fs.StringVar(&c.totalSize, "total", "256M", "bytes of a round")
 	fs.IntVar(&c.transfers, "transfers", 1, "loads that the bytes of a round are split into, all started at once")
 	transportFlag(fs, &c.transport)
-	fs.StringVar(&c.memory, "memory", "ordinary", "of the prefill process: ordinary, or shared (kvconn_alloc's), which local maps")
-	fs.StringVar(&c.order, "order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that they are merged")
+	fs.StringVar(&c.memory, "memory", "ordinary", "the prefill process's memory: ordinary, or shared (by kvconn_alloc), which local maps")
+	fs.StringVar(&c.order, "order", "scattered", "how blocks lie on both sides: scattered, or adjacent, so that kvconn merges them")
 	fs.IntVar(&c.qps, "rdma-qps", r.QueuePairs, "queue pairs for each pair of ports")
 	fs.IntVar(&c.depth, "rdma-send-depth", r.SendDepth, "requests under way on a queue pair")
 	fs.IntVar(&c.rounds, "rounds", 9, "rounds per block size; the first one is not counted")
-	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "the most TCP connections, of which kvconn uses as many as pay, and the bare loop all")
+	fs.IntVar(&c.streams, "streams", node.DefaultConfig().TCPStreams, "the most TCP connections: kvconn uses as many as make it faster, the bare loop uses all")
 	fs.BoolVar(&c.json, "json", false, "print JSON")
-	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, where it is installed")
-	fs.BoolVar(&c.encrypt, "encrypt", false, "measure each block size with encrypted streams too, in turn with plain ones; auto is tcp then")
-	fs.BoolVar(&c.token, "token", false, "measure each block size between agents with a token too, whose streams are not encrypted, in turn with agents that have none")
+	fs.BoolVar(&c.iperf, "iperf3", true, "measure iperf3 in the same run, if it is installed")
+	fs.BoolVar(&c.encrypt, "encrypt", false, "measure each block size with encrypted streams too, in turn with plain ones; then the transport auto means tcp")
+	fs.BoolVar(&c.token, "token", false, "measure each block size also between agents that have a token and do not encrypt, in turn with agents that have no token")
 	return fs
 }
 

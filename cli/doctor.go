@@ -53,7 +53,7 @@ type doctorOptions struct {
 func (o *doctorOptions) flags() *flag.FlagSet {
 	fs := newFlags("doctor")
 	fs.BoolVar(&o.json, "json", false, "print JSON")
-	fs.BoolVar(&o.gpu, "gpu", false, "ask the CUDA driver even where the kernel has none of its modules; as root that makes /dev/nvidiactl")
+	fs.BoolVar(&o.gpu, "gpu", false, "ask the CUDA driver even if the kernel has none of its modules; if root runs this, it makes /dev/nvidiactl")
 	fs.StringVar(&o.file, "config", "", "a file with an agent's configuration, a JSON object; without one the defaults count")
 	return fs
 }

@@ -43,7 +43,7 @@ func startPrefill(ctx context.Context) (*synthetic.Process, error) {
 
 // transportFlag adds --transport.
 func transportFlag(fs *flag.FlagSet, name *string) {
-	fs.StringVar(name, "transport", node.DefaultConfig().Transport, "auto (the first of local, rdma and tcp that works), or those that may be taken, with commas, as rdma,tcp: an error where none works")
+	fs.StringVar(name, "transport", node.DefaultConfig().Transport, "auto (the first of local, rdma and tcp that works), or the transports that kvconn may take, with commas, as rdma,tcp: an error if none of them works")
 }
 
 func checkTransport(name string) error {

@@ -17,7 +17,8 @@ var (
 	// is back soon.
 	ErrAbsent = errors.New("agent is gone")
 	// ErrAway comes beside ErrAbsent: the peer may be moving from a server that died to another
-	// one, or may be coming back to a server that is not its own. Only waiting shows whether it is gone.
+	// one, or may be coming back to a server that is not its own. Only waiting shows whether the peer is
+	// gone.
 	ErrAway = errors.New("the agent may come back")
 	// ErrTooLarge: the message is over the servers' limit.
 	ErrTooLarge = errors.New("message is too large")

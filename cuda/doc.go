@@ -2,10 +2,10 @@
 // when each copy has ended. It does not know core's transfers: a transport uses it for the
 // regions that lie on a device.
 //
-// The first call of one of these functions opens libcuda. A process without device regions
-// makes no such call, so it neither opens nor starts a driver. The package makes no context. A
+// The first call of one of the functions below opens libcuda. A process without device regions
+// makes no such call, so it neither opens nor starts a driver. The package makes no context: a
 // device is usable when its primary context is active, as it is once the engine has memory on
-// the device. KVCONN_LIBCUDA names another library.
+// the device. The variable KVCONN_LIBCUDA may name another library.
 //
 // # Where memory is
 //
@@ -37,24 +37,25 @@
 //	device.Owns(moment) bool                an agent with several devices asks each
 //	device.Await(moment, tell func(error))  returns at once; tell is called once: nil when it has passed
 //
-// Moments of one stream pass in order, so the newest one that has passed settles all before
-// it. Their number is bounded (Options.Moments): if so many have not passed, Moment is an
-// error. While a stream is being captured into a graph it has no moments: ErrCapturing.
+// Moments of one stream pass in order: if one has passed, all before it have. Their number
+// is bounded (Options.Moments): if so many have not passed, Moment is an error. While a
+// stream is being captured into a graph it has no moments: ErrCapturing.
 //
-// For each stream with an awaited moment one goroutine waits in the driver on an event that
-// blocks. So nobody polls, and nothing is queued on the device. A host function behind the
-// event, on a stream of ours, would put waits into the device's queues instead. Streams share
-// these queues (CUDA_DEVICE_MAX_CONNECTIONS, which some engines set to 1), so our wait for one
-// stream could hold up the engine's work on another.
+// For each stream with an awaited moment one goroutine waits in the driver for an event, and
+// sleeps there. So nobody polls, and nothing is queued on the device. A host function behind
+// the event, on a stream of ours, would put waits into the device's queues instead. Streams
+// share these queues (CUDA_DEVICE_MAX_CONNECTIONS, which some engines set to 1), so our wait
+// for one stream could hold up the engine's work on another.
 //
 // # The mover
 //
 // One launch of a kernel (internal/driver/copy.ptx) makes many small copies. The driver compiles the kernel when the device is opened.
-// Other copies go in batches or one by one. If the driver does not take the kernel (device.NoKernel says why), all copies do.
+// Other copies go in batches or one by one. If the driver does not take the kernel (device.NoKernel says why), all copies go in this
+// way.
 //
-// Copies go between device runs and slots: pieces of a ring of pinned memory that is allocated
-// once (Options.RingBytes, Options.SlotBytes). Each direction may hold three quarters of the
-// slots, so one cannot starve the other.
+// Copies go between runs of device memory and slots. A slot is a piece of a ring of pinned
+// memory, which is allocated once (Options.RingBytes, Options.SlotBytes). Each direction may
+// hold three quarters of the slots, so one cannot starve the other.
 //
 //	device.Slot(ctx, direction, owner) (*Slot, error)   waits for a slot; TrySlot does not
 //	slot.Bytes() []byte                          pinned, for readv and writev by address
@@ -74,16 +75,17 @@
 // SlotBytes is the size of every slot. Prepare pins the ring; a transport calls it when regions are
 // registered, so that a failure is seen then.
 //
-// P, for each frame, calls Slot and Start; when Done was called, it calls writev from the slot, and
-// Release. If P has several slots in flight, the copy engine is busy while the network sends.
+// For each frame P calls Slot and Start. When Done was called, P calls writev from the slot, and
+// then Release. If P has several slots in flight, the copy engine works while the network sends.
 //
 // D calls Slot when the socket has bytes, then readv and Start. In Done it counts the bytes as
 // landed, and then calls Release. D should not keep a slot while the network has nothing.
 //
-// Before the blocks of a transfer are given back, its transport waits for the Done of each of its copies:
-// not longer than the ring takes to copy. If the device does not answer within Options.StallTimeout, the
-// device counts as failed, and its copies end with ErrStuck. Then nobody knows whether a copy that the device
-// has still lands, and as long as MayCopy is true the blocks must not be given back.
+// Before a transport gives the blocks of a transfer back, it waits for the Done of each of the transfer's
+// copies. This takes no longer than to copy the ring. If the device does not answer within
+// Options.StallTimeout, the device counts as failed, and its copies end with ErrStuck. Then nobody knows
+// whether a copy that the device has still lands. As long as MayCopy is true, the transport must not give the
+// blocks back.
 //
 // # Memory of another process
 //
@@ -97,29 +99,29 @@
 //	      Copy{Peer, Runs, To, Done}                   to the device, in a Transfer FromPeer: needs no pinned memory
 //	      Copy{Peer, Runs, Slot, At, Done}             to a slot, in a Transfer FromDevice, for blocks in host memory
 //
-// The runs have P's addresses. A run that P has not opened to D is refused. Nobody writes to a peer's memory. A Copy should have some
-// hundred runs. D waits for its own copies only, so P's process may be stopped meanwhile.
+// The runs have P's addresses. The package refuses a run in memory that D has not opened. Nobody writes to a peer's memory. A Copy
+// should have some hundred runs. D waits for its own copies only, so P's process may be stopped meanwhile.
 //
 // A load goes like this. P waits for the moment of its blocks, and only then tells D where they are: so the processes share no event. D
-// copies after its own moment. When the copies have ended, D asks P, and P looks whether it still holds the offer and whether Shared.Check
-// is nil. If P says yes, D counts what it has read. If P says no, or does not answer, D throws it away.
+// copies after its own moment. When the copies have ended, D asks P whether it still holds the offer and whether Shared.Check is nil. If P
+// says yes, D counts the bytes that it has read. If P says no, or does not answer, D throws them away.
 //
-// P's engine may free its memory, or sleep, at any time: CUDA tells nobody. If the memory was cudaMalloc's, CUDA leaves undefined what
-// D reads then. Memory that was mapped by handles lives on, with its old bytes, as long as D has it open, so a sleeping engine's GPU
-// gets nothing back. In both cases D counts no wrong bytes: CUDA never gives an ID twice, so if P finds the IDs of Share again when D's
-// copies have ended, the memory was the same all the time. P sees to it that D does not keep memory open for long. Each second an agent
-// looks whether Check is still nil. If not, it tells its peers to Close, and they Open what the next Share has. Before an agent ends it
-// has its peers Close, and waits for them in bounded time; only then may its engine free what was shared. D also closes when P's process
-// has ended, since nobody then says yes to what D reads.
+// P's engine may free its memory, or sleep, at any time: CUDA tells nobody. If the memory was cudaMalloc's, CUDA leaves undefined what D
+// reads then. Memory that was mapped by handles lives on, with its old bytes, as long as D has it open: so the sleep of P's engine frees
+// nothing until D closes it. In both cases D counts no wrong bytes: CUDA never gives an ID twice, so if P finds the IDs of Share again
+// when D's copies have ended, the memory was the same all the time. P sees to it that D does not keep memory open for long. Each second
+// P looks whether Check is still nil. If not, P tells its peers to Close, and they Open what the next Share has. Before P's agent ends,
+// it has its peers Close, and waits for them in bounded time. Only then may its engine free what was shared. D also closes when P's
+// process has ended, since nobody then says yes to what D reads.
 //
-// P's memory may lie on another GPU than D's blocks, if CUDA lets D's GPU reach it. D finds this out by opening the memory. It cannot look
-// it up, since a process does not see the GPUs that are hidden from it.
+// P's memory may lie on another GPU than D's blocks, if CUDA lets D's GPU reach it. D finds out only by opening the memory, since a
+// process does not see the GPUs that are hidden from it.
 //
 // # Errors
 //
-// *driver.Error has the call, its CUresult, what it was about, and the remedy. After a sticky
-// one (an illegal address, a lost device, a destroyed context) the device has failed for good: all copies
-// and awaited moments end with that reason, new ones get it, and Device.Err tells it. The
-// host process lives on. Close may be called while copies run: from Closing on it is bounded by
-// Options.CloseTimeout, and a copy that has not ended in half of that time counts as stuck.
+// *driver.Error has the call, its CUresult, what it was about, and the remedy. After a sticky error (an
+// illegal address, a lost device, a destroyed context) the device has failed for good. All copies and
+// awaited moments end with that reason, new ones get it, and Device.Err tells it. The host process lives
+// on. Close may be called while copies run. From the call of Closing on, Close takes
+// Options.CloseTimeout at most, and a copy that has not ended in half of that time counts as stuck.
 package cuda

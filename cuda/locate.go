@@ -170,7 +170,7 @@ func (l *Locator) keep(found []driver.Memory) {
 	l.known = all
 }
 
-// mostMappings bounds the mappings of a region: with the smallest, of 2 MiB, 256 GiB.
+// mostMappings bounds the mappings of a region. If they are of the smallest size, 2 MiB, a region may so have 256 GiB.
 const mostMappings = 1 << 17
 
 // mappings are the pieces that lie under a region. Only memory that was mapped by handles may have

@@ -42,7 +42,7 @@ func (d *Device) sources(j *job) []mapping {
 	return *d.known.Load()
 }
 
-// resolve looks up where the job's runs lie. Those of a peer's memory get the addresses that they have here.
+// resolve looks up where the job's runs lie. If they are of a peer's memory, they get the addresses that this memory has in this process.
 func (t *Transfer) resolve(j *job, bytes uint64) error {
 	if j.Peer != nil {
 		if j.Peer.d != t.d {

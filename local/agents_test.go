@@ -8,12 +8,11 @@ import (
 	"time"
 	"unsafe"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/lowmem"
 )
 
 const (
@@ -40,11 +39,7 @@ func twoRegions(base uint64) (*kv.Layout, error) {
 
 func start(t *testing.T, id core.AgentID, cfg Config, k kernel) *agent {
 	t.Helper()
-	mem, err := unix.Mmap(-1, 0, 2*blocks*blockBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = unix.Munmap(mem) })
+	mem := lowmem.Map(t, 2*blocks*blockBytes) // some tests unmap a part of it
 	l, err := twoRegions(uint64(uintptr(unsafe.Pointer(&mem[0]))))
 	if err != nil {
 		t.Fatal(err)

@@ -38,7 +38,7 @@ type handout struct {
 	list   []memory
 }
 
-// check names a region whose memory is no longer what P has told; nil: all have theirs.
+// check returns an error that names a region whose memory is not what P has told any more; nil if there is none.
 func (s *handout) check() error {
 	if s == nil {
 		return nil

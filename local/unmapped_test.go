@@ -35,7 +35,7 @@ func (k *waits) readv(pid int, into, from []iovec) (uint64, syscall.Errno) {
 // name, and others of the pair, before, beside and after it, go well over the same link.
 func TestUnmappedInCopy(t *testing.T) {
 	leaktest.Check(t)
-	const at, page = (blocks + 12) * blockBytes, 4096 // of the block that is copied last, see agent.all. No other mapping is so small that it comes there
+	const at, page = (blocks + 12) * blockBytes, 4096 // of the block that is copied last, see agent.all
 	reached := make(chan struct{})
 	k := &waits{reached: sync.OnceFunc(func() { close(reached) }), goes: make(chan struct{})}
 	p, d := start(t, "p", Config{}, nil), start(t, "d", Config{Workers: 2, BatchBytes: blockBytes}, k)

@@ -14,8 +14,8 @@ import (
 // more: the largest of the account whose connections together hold the most. So many connections that hold little end none of an
 // account that holds less than they do. What a connection that is being ended still holds is on its way back, so it does not count for its account,
 // and no other connection is ended for it. But once all that is held, with it, is over twice the limit, an account of which connections are being
-// ended, or that holds the most with what they hold, gets no more: it loses the largest of its own. Nobody else does, so other accounts may together
-// hold as much as the limit then too.
+// ended, or that holds the most with what they hold, gets no more: it loses the largest of its own. No other account loses one then, so
+// the other accounts may together hold as much as the limit.
 type budget struct {
 	limit int64
 

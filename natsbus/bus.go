@@ -1,11 +1,11 @@
 // Package natsbus is [core.Bus] over NATS: requests between agents and the
 // registry of prefill ranks.
 //
-// A prefill agent embeds a [Server] that has no port: peers reach it through
-// the bootstrap port, by an HTTP upgrade at [Path]. A decode agent holds one
-// connection, a link, to each bootstrap address that it looked an agent up at,
-// and can be reached over it. With Options.ClusterURL all agents meet in a NATS
-// cluster instead.
+// A prefill agent embeds a [Server] that has no port of its own: peers reach
+// the server through the bootstrap port, by an HTTP upgrade at [Path]. A decode
+// agent holds one connection, a link, to each bootstrap address at which it has
+// looked an agent up; others reach the decode agent over this link. With
+// Options.ClusterURL all agents meet in a NATS cluster instead.
 //
 // The registry is a key-value bucket in the server's memory. An entry ends by
 // itself when its agent stops renewing it.

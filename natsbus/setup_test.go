@@ -23,6 +23,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/freeport"
 	"github.com/kvconn/kvconn/rig/nettest"
 	"github.com/kvconn/kvconn/wire"
@@ -30,7 +31,7 @@ import (
 
 // within only ends a hang: a loaded machine may take long for anything. With a planted defect a hang is what a test finds.
 var within = func() time.Duration {
-	if os.Getenv("KVCONN_FAULT") != "" {
+	if fault.Planted() {
 		return 5 * time.Second
 	}
 	return 30 * time.Second

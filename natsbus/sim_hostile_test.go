@@ -27,7 +27,7 @@ const simSteps = 120
 // while messages are lost, doubled, delayed and overtaken, connections break, and a hostile peer says and does what its
 // permissions allow. After each step:
 //
-//   - No honest agent takes a message for one of another than its sender, or of another than it was for, or takes it again.
+//   - An honest agent takes a message only as one of its sender, only if the message is for this agent, and only once.
 //   - Each request of an honest agent has ended with the answer of who was asked, or with an error, or its time is not over.
 //   - The hostile peer has no more than its share of what there is for all.
 //

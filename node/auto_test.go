@@ -221,7 +221,7 @@ func TestOneWaitForAll(t *testing.T) {
 	}
 }
 
-// TestPendingTransportStands: where one transport broke and another is being set up, the peer is not in doubt.
+// TestPendingTransportStands: if one transport of a pair breaks while another is being set up, the agent does not look the peer up.
 func TestPendingTransportStands(t *testing.T) {
 	cfg := testConfig(RoleDecode)
 	tr := newTransports("d", &cfg, zap.NewNop(), nil, nil, nil)

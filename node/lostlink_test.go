@@ -75,8 +75,8 @@ func withLocal(t *testing.T, role string) (*side, core.Settler, *observer.Observ
 	return s, near.(core.Settler), logs
 }
 
-// TestLinkLost: the socket of a living pair's local link ends under it. The load that waits on it fails, those that come go by
-// tcp, every byte right. The pair is back on local when the two have met anew, and stays with tcp where they cannot.
+// TestLinkLost: the socket of a living pair's local link ends under it. The load that waits on it fails. Later loads go by
+// tcp, and bring the right bytes. The pair is back on local when the two have met anew, and stays with tcp if they cannot.
 func TestLinkLost(t *testing.T) {
 	for _, back := range []bool{true, false} {
 		t.Run(map[bool]string{true: "for a moment", false: "for good"}[back], func(t *testing.T) {

@@ -31,7 +31,8 @@ func (h *handOver) both() (took time.Duration, both bool) {
 	return h.took()
 }
 
-// took is what lies between; h.mu is held. P's answer may come after D's first token, which waits for nothing in it.
+// took is the time between the two; h.mu is held. D's first token waits for nothing in P's answer, so P's answer may
+// come after it.
 func (h *handOver) took() (time.Duration, bool) {
 	return max(h.decode-h.prefill, 0), h.decode > 0 && h.prefill > 0
 }

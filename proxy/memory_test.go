@@ -40,7 +40,8 @@ func TestMemoryIsFlat(t *testing.T) {
 	serve(300)
 	before := heap()
 	serve(1500)
-	// Connections that are closing have their memory a moment longer. What the router keeps of 700 bytes a request stays.
+	// Connections that are closing have their memory a moment longer. If the router kept 700 bytes for each request, they
+	// would stay.
 	var after uint64
 	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
 		if after = heap(); after <= before+1<<20 {

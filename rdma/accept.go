@@ -63,7 +63,7 @@ func (t *Transport) admits(p *localPort, o *laneOffer) error {
 	return nil
 }
 
-// acceptAt makes the ends at one port. After the first end that fails it makes no more.
+// acceptAt makes this side's ends of lanes at one port. If one fails, it makes no further ends.
 func (t *Transport) acceptAt(src *source, p *localPort, offers []laneOffer, list []int, out []accepted) {
 	b, err := t.newBundle(p.dev, len(list), marksDepth, src.received)
 	if err == nil {

@@ -256,7 +256,7 @@ func (src *source) close() {
 	}
 }
 
-// keepFailure keeps for a Revoke that bytes of a transfer may land for ever.
+// keepFailure remembers, for a later Revoke, that bytes of a transfer may land at any time.
 func (r *receiver) keepFailure(e *expect) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

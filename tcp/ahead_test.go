@@ -255,6 +255,24 @@ func TestStopGivesTheNextFrameBack(t *testing.T) {
 	a.readsAll("other", other, aheadFrame/2, aheadFrame)
 }
 
+// TestStopBeginsNoCopies: a write is stopped when a part of its next frame is copied ahead. Slots become free then, and no further part is
+// copied: nobody will have it, and the end of the write would wait for it.
+func TestStopBeginsNoCopies(t *testing.T) {
+	a := newAheadOf(t, Config{FrameBytes: window * aheadSlot}, aheadSlot)
+	a.stream(1, 0)
+	a.write("t", 2*window)
+	for range 2 {
+		a.slots.end(t)
+	}
+	a.slots.awaits(t, 3)
+	a.begins(window + 1) // one slot was free
+	a.Stop("t")
+	a.slots.end(t)
+	a.slots.awaits(t, 4) // one more is free
+	a.begins(window + 1)
+	_ = a.fails()
+}
+
 // TestBreakWithTheNextFrameCopied: the stream breaks, and all bytes go by the next one, each once.
 func TestBreakWithTheNextFrameCopied(t *testing.T) {
 	a := newAheadOfD(t)
@@ -298,18 +316,19 @@ func TestWhoCutsAhead(t *testing.T) {
 	const frames = 4
 	for what, c := range map[string]struct {
 		frames int
-		change func(a *aheadOfD, st, other *outStream)
+		call   func(a *aheadOfD)
+		set    func(st, other *outStream) // sender.mu is held
 	}{
 		"nobody else would have it":       {frames: frames},
 		"the other stream takes the rest": {frames: 2},
-		"another transfer waits":          {frames, func(a *aheadOfD, _, _ *outStream) { a.write("other", 2) }},
-		"the write was stopped":           {frames, func(a *aheadOfD, _, _ *outStream) { a.Stop("t") }},
-		"D is to open a further stream":   {frames, func(a *aheadOfD, st, _ *outStream) { st.peer.asks = true }},
-		"D is to open the other anew":     {frames, func(a *aheadOfD, st, other *outStream) { st.peer.stuck = other }},
-		"a transfer rests":                {frames, func(a *aheadOfD, st, _ *outStream) { st.rested = []random{{1}} }},
-		"the stream is stalled":           {frames, func(a *aheadOfD, st, _ *outStream) { st.stalled = true }},
-		"the stream takes no more frames": {frames, func(a *aheadOfD, st, _ *outStream) { st.shut = true }},
-		"the stream has ended":            {frames, func(a *aheadOfD, st, _ *outStream) { st.dead = true }},
+		"another transfer waits":          {frames: frames, call: func(a *aheadOfD) { a.write("other", 2) }},
+		"the write was stopped":           {frames: frames, call: func(a *aheadOfD) { a.Stop("t") }},
+		"D is to open a further stream":   {frames: frames, set: func(st, _ *outStream) { st.peer.asks = true }},
+		"D is to open the other anew":     {frames: frames, set: func(st, other *outStream) { st.peer.stuck = other }},
+		"a transfer rests":                {frames: frames, set: func(st, _ *outStream) { st.rested = []random{{1}} }},
+		"the stream is stalled":           {frames: frames, set: func(st, _ *outStream) { st.stalled = true }},
+		"the stream takes no more frames": {frames: frames, set: func(st, _ *outStream) { st.shut = true }},
+		"the stream has ended":            {frames: frames, set: func(st, _ *outStream) { st.dead = true }},
 	} {
 		t.Run(what, func(t *testing.T) {
 			a := newAheadOf(t, Config{Streams: 2, First: 2}, aheadSlot)
@@ -320,19 +339,29 @@ func TestWhoCutsAhead(t *testing.T) {
 			if out == nil || n != headerSize+aheadFrame {
 				t.Fatalf("the first frame has %d bytes", n)
 			}
-			if c.change != nil {
-				c.change(a, st, other)
+			if c.call != nil {
+				c.call(a)
 			}
-			before := st.offset
-			if got, want := a.sender.takeAhead(st, out), c.frames == frames && c.change == nil; got != want || got != (st.next.out == out) {
+			if c.set != nil {
+				a.sender.mu.Lock()
+				c.set(st, other)
+				a.sender.mu.Unlock()
+			}
+			counts := func() (frames int, bytes uint64) {
+				a.sender.mu.Lock()
+				defer a.sender.mu.Unlock()
+				return out.frames, st.offset
+			}
+			_, before := counts()
+			if got, want := a.sender.takeAhead(st, out), c.frames == frames && c.call == nil && c.set == nil; got != want || got != (st.next.out == out) {
 				t.Fatalf("cut ahead: %t", got)
 			}
-			if st.next.out != nil && (out.frames != 2 || st.offset != 2*(headerSize+aheadFrame)) {
-				t.Errorf("%d frames are cut, and the stream has %d bytes", out.frames, st.offset)
+			if n, bytes := counts(); st.next.out != nil && (n != 2 || bytes != 2*(headerSize+aheadFrame)) {
+				t.Errorf("%d frames are cut, and the stream has %d bytes", n, bytes)
 			}
 			a.sender.giveBack(st)
-			if out.frames != 1 || st.offset != before {
-				t.Errorf("given back: %d frames are cut, and the stream has %d bytes, not %d", out.frames, st.offset, before)
+			if n, bytes := counts(); n != 1 || bytes != before {
+				t.Errorf("given back: %d frames are cut, and the stream has %d bytes, not %d", n, bytes, before)
 			}
 		})
 	}
@@ -438,12 +467,18 @@ func newSlowAhead(t *testing.T, fails map[int64]error) *aheadOfD {
 	t.Helper()
 	a := newAheadOf(t, Config{}, 512<<10)
 	a.slots.fails = fails
-	a.stream(1, 0)
-	_ = a.c.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
-	_ = a.agent.stream(t, "d").conn.SetWriteBuffer(64 << 10)
+	a.slowStream()
 	a.write("t", 8)
 	a.begins(4)
 	return a
+}
+
+// slowStream opens the stream of a D that takes less than a slot without a read.
+func (a *aheadOfD) slowStream() {
+	a.t.Helper()
+	a.stream(1, 0)
+	_ = a.c.Conn.(*net.TCPConn).SetReadBuffer(64 << 10)
+	_ = a.agent.stream(a.t, "d").conn.SetWriteBuffer(64 << 10)
 }
 
 // TestSlowPeerWithTheNextFrameCopied: the slots of the next frame are given back with those of the frame that the peer does not take. When the
@@ -459,6 +494,30 @@ func TestSlowPeerWithTheNextFrameCopied(t *testing.T) {
 		t.Errorf("%d frames are cut, want 2", n)
 	}
 	a.readsAll("t", grant, 0, 8*uint64(a.slot))
+}
+
+// TestSlowFrameOfHostMemory: the peer does not take a frame of host memory while slots of the next frame are held. They are given back. But the
+// next frame does not begin as a slow peer's: the peer was offered no slot.
+func TestSlowFrameOfHostMemory(t *testing.T) {
+	a := newAheadOf(t, Config{}, 512<<10)
+	size := 2 * uint64(a.slot)
+	a.devices.ranges[0].from += uintptr(size)
+	a.slowStream()
+	grant := a.write("t", 8)
+	a.begins(2)
+	a.slots.awaits(t, 1) // by whoever gives it back
+	for range 2 {
+		a.slots.end(t)
+	}
+	if h := a.reads(); h.position != 0 || h.length != size {
+		t.Errorf("the first frame is %+v", h)
+	}
+	a.slots.awaits(t, 3)
+	if n := a.slots.begun.Load(); n != 2+window {
+		t.Errorf("%d copies have begun, want %d: those of the next frame again, and two of the one behind it", n, 2+window)
+	}
+	a.free()
+	a.readsAll("t", grant, size, 4*size)
 }
 
 // TestEndWithTheNextFrameCopied: the write is told when the copies of both frames have ended, whatever ends it.

@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -95,6 +97,7 @@ type aheadOf struct {
 	p     *fakeP
 	c     *rawConn
 	grant random // of the transfer "t" of two blocks
+	first random // of the transfer "before" of one block, a frame of which has come
 	free  func() // ends all copies
 }
 
@@ -114,9 +117,9 @@ func ahead(t *testing.T, says func(a *aheadOf) [][]byte) *aheadOf {
 	a.receiver.redial = time.Hour // of a stream that has brought nothing
 	a.p = newFakeP(t, a.agent, "p")
 	a.grant = a.expect(t, "t", "p", allBlocks(2))
-	before := a.expect(t, "before", "p", [][]kv.BlockID{{3}}) // its copy is number 1
+	a.first = a.expect(t, "before", "p", [][]kv.BlockID{{3}}) // its copy is number 1
 	a.c, _ = a.p.stream()
-	a.c.say(frame(before, 0, small, 1))
+	a.c.say(frame(a.first, 0, small, 1))
 	until(t, "D copies", func() bool { return a.slots.begun.Load() == 1 })
 	a.c.say(says(a)...)
 	until(t, "D's kernel has all", func() bool {
@@ -232,6 +235,155 @@ func TestBadFrameWhileCopying(t *testing.T) {
 	}
 }
 
+// untold looks that nobody was told of an end of the transfer "t".
+func (a *aheadOf) untold(why string) {
+	a.t.Helper()
+	if told := a.sink.All("received", "t"); len(told) > 0 {
+		a.t.Errorf("told %+v, and %s", told, why)
+	}
+}
+
+// hears reads D's next answer.
+func (a *aheadOf) hears(kind frameKind, grant random) (text string) {
+	a.t.Helper()
+	_ = a.c.SetReadDeadline(time.Now().Add(bound))
+	h := a.c.next()
+	if h.kind != kind || h.key != grant {
+		a.t.Fatalf("answered by %+v, want kind %d of %x", h, kind, grant[:4])
+	}
+	if kind == frameFault {
+		b := make([]byte, h.length)
+		if _, err := io.ReadFull(a.c, b); err != nil {
+			a.t.Fatal(err)
+		}
+		text = string(b)
+	}
+	return text
+}
+
+// goesOn has the rest of a transfer come by the same stream, from a position on. Nothing else is said before its acknowledgement.
+func (a *aheadOf) goesOn(id core.TransferID, grant random, from, total uint64) {
+	a.t.Helper()
+	a.c.say(frame(grant, from, total-from, 5))
+	if o := a.sink.Wait("received", id, 1); o.Err != nil || o.Stats.Bytes != total {
+		a.t.Errorf("%s: %+v", id, o)
+	}
+	a.hears(frameAck, grant)
+}
+
+// over waits until D has ended the stream, and the transfers that wait for it.
+func (a *aheadOf) over() {
+	a.t.Helper()
+	a.sink.Wait("down", "", 1)
+	if o := a.sink.Wait("received", "before", 1); o.Err == nil {
+		a.t.Errorf("the stream has ended: %+v", o)
+	}
+}
+
+// held looks how many slots were not given back, and that none was given back too early.
+func (a *aheadOf) held(want int) {
+	a.t.Helper()
+	free := a.slots.fewSlots.free
+	until(a.t, fmt.Sprint(want, " slots are held"), func() bool { return cap(free)-len(free) == want })
+	if n := a.slots.early.Load(); n > 0 {
+		a.t.Errorf("%d slots were given back while a copy used them", n)
+	}
+}
+
+// TestFailedCopyWhileTheNextFrameIsThere: a copy of a frame fails, and the next frame's header has come. The transfer ends when no copy of either
+// frame goes on, and P hears why. If the device does not answer, the engine hears of no end, and one slot is lost. The stream goes on, unless the
+// next frame is one that no sender sends.
+func TestFailedCopyWhileTheNextFrameIsThere(t *testing.T) {
+	bad := errors.New("a test: a bad copy")
+	for what, next := range map[string]struct {
+		says   func(grant random) []byte
+		copies int64 // of both frames
+		over   bool  // the stream
+	}{
+		"its bytes have come too":  {func(grant random) []byte { return frame(grant, small, small, 2) }, 2, false},
+		"its bytes came before":    {func(grant random) []byte { return frame(grant, 0, small, 2) }, 1, true},
+		"it has too many bytes":    {tooLong, 1, true},
+		"it lies behind the total": {func(grant random) []byte { return frame(grant, 2*smallBlock, 1, 2) }, 1, true},
+	} {
+		for how, err := range map[string]error{"a copy fails": bad, "the device does not answer": fmt.Errorf("a test: %w", ErrMayCopy)} {
+			t.Run(what+", and "+how, func(t *testing.T) {
+				a := ahead(t, func(a *aheadOf) [][]byte {
+					a.slots.fails[2] = err
+					return [][]byte{frame(a.grant, 0, small, 1), next.says(a.grant)}
+				})
+				a.begins(next.copies)
+				for n := range next.copies {
+					a.slots.awaits(t, 2+n)
+					a.untold("a copy goes on")
+					a.slots.end(t)
+				}
+				a.free()
+				lost, reason := 0, bad.Error()
+				if err != bad {
+					lost, reason = 1, "does not answer"
+				}
+				if text := a.hears(frameFault, a.grant); !strings.Contains(text, reason) {
+					t.Errorf("P hears %q, want %q", text, reason)
+				}
+				if next.over {
+					a.over()
+				} else {
+					a.goesOn("before", a.first, small, smallBlock)
+				}
+				a.held(lost)
+				if lost > 0 {
+					a.untold("the device may still copy")
+				} else if o := a.sink.Wait("received", "t", 1); !errors.Is(o.Err, bad) {
+					t.Errorf("received: %+v", o)
+				}
+				if err := a.Close(); errors.Is(err, core.ErrMayLand) != (lost > 0) {
+					t.Errorf("the close: %v", err)
+				}
+			})
+		}
+	}
+}
+
+// tooLong is the header of a frame that no sender sends.
+func tooLong(grant random) []byte {
+	return frameBytes(header{kind: frameData, key: grant, position: small, length: maxFrame + 1})
+}
+
+// TestBadHeaderWhileCopying: the header that follows a frame is none of the transfer's next frame, or a bad one. D waits for the copies of the
+// frame before it waits for P, or ends the stream. The frame's bytes count.
+func TestBadHeaderWhileCopying(t *testing.T) {
+	for what, next := range map[string]struct {
+		says func(grant random) []byte
+		then func(a *aheadOf)
+	}{
+		"too many bytes": {tooLong, func(a *aheadOf) {
+			a.over()
+			if o := a.sink.Wait("received", "t", 1); o.Err == nil || !strings.Contains(o.Err.Error(), "at most") {
+				a.t.Errorf("received: %+v", o)
+			}
+		}},
+		"no data": {func(grant random) []byte {
+			return frameBytes(header{kind: frameAgain, key: grant, length: 1<<numberBits | 1})
+		}, func(a *aheadOf) {
+			a.goesOn("t", a.grant, small, 2*smallBlock)
+		}},
+		"no such grant": {func(random) []byte { return frame(random{1}, 0, small, 2) }, func(a *aheadOf) {
+			a.hears(frameNack, random{1})
+			a.goesOn("t", a.grant, small, 2*smallBlock)
+		}},
+	} {
+		t.Run(what, func(t *testing.T) {
+			a := ahead(t, func(a *aheadOf) [][]byte { return [][]byte{frame(a.grant, 0, small, 1), next.says(a.grant)} })
+			a.begins(1)
+			a.slots.awaits(t, 2)
+			a.untold("a copy goes on")
+			a.free()
+			next.then(a)
+			a.held(0)
+		})
+	}
+}
+
 // TestOtherFrameWhileCopying: what follows is another transfer's frame. The copies of the first are waited for before it is read.
 func TestOtherFrameWhileCopying(t *testing.T) {
 	var other random
@@ -314,10 +466,17 @@ func (a *aheadOf) has(n uint64) {
 }
 
 // TestRevokeBetweenFrames: a transfer is revoked when its next frame is there and not begun. Revoke waits for the copies of the frame before, and
-// the next one is thrown away.
+// the next one is thrown away. Nobody is told of an end, though a copy has failed.
 func TestRevokeBetweenFrames(t *testing.T) {
+	for what, err := range map[string]error{"all copies end well": nil, "a copy fails": errors.New("a test: a bad copy")} {
+		t.Run(what, func(t *testing.T) { revokeBetweenFrames(t, err) })
+	}
+}
+
+func revokeBetweenFrames(t *testing.T, fails error) {
 	leaktest.Check(t)
 	slots := newHeldSlots(8, 64<<10)
+	slots.fails[1] = fails
 	free := sync.OnceFunc(func() { close(slots.ends) })
 	d := newSizedAgent(t, Config{Streams: 1, StallTimeout: time.Hour, Mover: slots}, 4, smallBlock)
 	t.Cleanup(free)
@@ -365,6 +524,9 @@ func TestRevokeBetweenFrames(t *testing.T) {
 	}
 	if d.mem[small] != 0 {
 		t.Error("the next frame has landed")
+	}
+	if told := d.sink.All("received", "t"); len(told) > 0 {
+		t.Errorf("told %+v", told)
 	}
 	if n := slots.early.Load(); n > 0 {
 		t.Errorf("%d slots were given back while a copy used them", n)

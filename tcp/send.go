@@ -78,7 +78,7 @@ type outStream struct {
 	*outFrame                  // that is written
 	next      *outFrame        // the one after it, if one is cut; see lookAhead
 	slow      bool             // the peer is slow; see tenure
-	yielded   bool             // slots were given back in this frame
+	yielded   bool             // slots of this frame were given back
 	mayCopy   bool             // a slot's copy may read a transfer's blocks for ever: the stream ends, and nobody is told that this write has ended
 	sealed    *seals           // nil: the stream is plain
 	sealing   sealing          // of the frame that is written

@@ -128,10 +128,10 @@ func (c *source) begins(frame []iovec) {
 }
 
 // lookAhead cuts the frame that follows, when all parts of this one have begun and the stream may have one more slot, and begins its copies:
-// so the device need not wait until this frame is written. A slow peer has no copies ahead.
+// so the device need not wait until this frame is written. A slow peer has no copies ahead, nor has a transfer that was given up.
 func (c *source) lookAhead() {
 	st, n := c.w.st, c.w.st.next
-	if len(c.rest) > 0 || st.slow || c.staged+n.source.staged >= window {
+	if len(c.rest) > 0 || st.slow || c.w.stops() || c.staged+n.source.staged >= window {
 		return
 	}
 	if n.out == nil {
@@ -155,10 +155,12 @@ func (c *source) rewind() {
 	c.rest = drop(c.store, uintptr(c.done))
 }
 
-// yield gives all slots of the stream back; false if a copy may still read.
+// yield gives all slots of the stream back; false if a copy may still read. If they were all the next frame's, what the peer has not taken in
+// time is host memory, which may be far more than a slot. This says nothing of how the peer takes slots, so the next frame does not begin as a
+// slow peer's.
 func (c *source) yield() bool {
 	st := c.w.st
-	st.slow, st.yielded = true, true
+	st.slow, st.yielded = true, st.yielded || c.staged > 0
 	c.end()
 	c.rewind()
 	if st.next.out != nil {

@@ -16,6 +16,7 @@ import (
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/rig/lowmem"
 	"github.com/kvconn/kvconn/rig/nettest"
 )
 
@@ -40,10 +41,7 @@ func newAgent(t *testing.T, cfg Config) *agent {
 
 func newSizedAgent(t testing.TB, cfg Config, blocks uint32, block uint64) *agent {
 	t.Helper()
-	mem, err := unix.Mmap(-1, 0, int(uint64(blocks)*block), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
-	if err != nil {
-		t.Fatal(err)
-	}
+	mem := lowmem.Map(t, int(uint64(blocks)*block)) // some tests unmap a part of it
 	layout, err := kv.NewLayout([]kv.Region{{Name: "r", Base: uint64(uintptr(unsafe.Pointer(&mem[0]))),
 		BlockStride: block, BlockBytes: block, NumBlocks: blocks}})
 	if err != nil {
@@ -54,10 +52,7 @@ func newSizedAgent(t testing.TB, cfg Config, blocks uint32, block uint64) *agent
 	if a.Transport, err = New(cfg, layout, a.sink); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		_ = a.Close()
-		_ = unix.Munmap(mem)
-	})
+	t.Cleanup(func() { _ = a.Close() })
 	return a
 }
 

@@ -106,7 +106,7 @@ func (h *Set) voidPendingFinish(id ID) {
 	}
 }
 
-// voidPendingFinishes ends all: P hears no more of what was being looked up.
+// voidPendingFinishes ends all pending finishes: no P that was being looked up is told any more.
 func (h *Set) voidPendingFinishes() {
 	for _, id := range sortedKeys(h.pendingFinishes.byID) {
 		h.voidPendingFinish(id)

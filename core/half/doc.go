@@ -1,26 +1,25 @@
-// Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer. It does not know of what its id is
-// made, nor which halves are parts of one transfer between several ranks: who stands [Above] knows.
+// Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer. It does not know what its id is
+// made of, nor which halves are parts of one transfer between several ranks. [Above] knows both: it is core/machine.
 //
 // # The states
 //
-// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain.
-// "-" stands for no half: before its begin and after its end. A row is mostly one call of
-// claimTo, loadTo or offerTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or
-// one of five that an event may bring about: Divided (what was found to have several ranks goes on as one half for
-// each), FanOut (a D names the first part of a transfer), Lost (the engine is told of a lost claim), PartFails (a
-// part of the same fan-in has failed), PeerGone (a P agent does not answer any more). A moment that has not passed in time is a
-// MomentFailed too.
+// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain. "-" stands for no half:
+// before its begin and after its end. A row is mostly one call of claimTo, loadTo or offerTo. Settle tells [Above] how a half
+// ends. An event is a type of [core.Event], or one of five that follow from such an event: Divided (P was found to have several
+// ranks, and the claim or load goes on as one half for each), FanOut (a D names the first part of a transfer), Lost (the engine
+// is told of a lost claim), PartFails (a part of the same fan-in has failed), PeerGone (a P agent does not answer any more). If
+// a moment has not passed in time, this is a MomentFailed too.
 //
-// The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases, "-" where
-// there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which the row goes. An
-// event may take a half through several rows, one after the other. What has no row leaves a half in its state and wants nothing. It may change what
-// a later guard asks for: which D an offer has, with its load or claim, and until when. Among the actions,
-// Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when
-// its fence has returned. KeepFinish makes a pending finish: P is being looked up, and is told then. SendFinish+ is one for each rank that was
-// found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, Report, answers, and the
-// Forget of PeerGone are of no row.
+// The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases; "-" says that
+// there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which the row goes. An event
+// may take a half through several rows, one after the other. If an event has no row, the half stays in its state and wants nothing. Such an
+// event may still change what a later guard asks for: which D an offer has, with its load or claim, and until when. Two of the actions are
+// what the half tells [Above]. Ended: it has ended. Lost: it cannot succeed any more; a load then ends when its fence has returned. KeepFinish
+// makes a pending finish: P is being looked up, and will be told. SendFinish+ is one SendFinish for each rank that was found. After
+// ResolvedParts each rank that was found counts as one Resolved. The tables leave out Await, SendRenew, SendProbe, Yield, Report, answers, and
+// the Forget of PeerGone.
 //
-// TestSim and TestTranscripts hold the machine to the tables, and to those of core/machine, which stands above.
+// TestSim and TestTranscripts hold the machine to these tables and to those of core/machine.
 // core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.
 //
 // Claims (D):

@@ -186,7 +186,7 @@ func stateNames(t testing.TB, half string) []string {
 	return names
 }
 
-// stringsOf are what the String of a type in a file has, except "-".
+// stringsOf are the string literals in the method String of a type in a file, except "-".
 func stringsOf(t testing.TB, file, of string) (names []string) {
 	t.Helper()
 	for _, d := range parsed(t, file+".go").Decls {

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/kv"
+	"github.com/kvconn/kvconn/rig/lowmem"
 )
 
 const page = 4096
@@ -17,11 +18,7 @@ const page = 4096
 // pages maps memory of this test.
 func pages(t *testing.T, n int) (b []byte, base uint64) {
 	t.Helper()
-	b, err := unix.Mmap(-1, 0, n*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = unix.Munmap(b) })
+	b = lowmem.Map(t, n*page) // some tests unmap a part of it
 	return b, uint64(uintptr(unsafe.Pointer(&b[0])))
 }
 

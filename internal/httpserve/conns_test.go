@@ -163,8 +163,8 @@ func TestRefusedHeadHoldsNoPlace(t *testing.T) {
 	}
 }
 
-// TestLongHeads: of headers that do not come whole only so many bytes are held. The first of them give way, and no header
-// that comes at once.
+// TestLongHeads: the server holds a bounded number of bytes of headers that have not come whole. The oldest of these give
+// way, and no header that comes at once does.
 func TestLongHeads(t *testing.T) {
 	leaktest.Check(t)
 	s := serve(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "hello") }, Options{MaxLongHeads: 8 << 10})

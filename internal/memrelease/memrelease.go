@@ -21,8 +21,8 @@ const (
 	// burstChecks is how often memory is given back after a burst: what it has left comes free bit
 	// by bit, the last of it when links to hosts that are gone are dropped.
 	burstChecks = 4
-	// What is free after memory was given back has mostly come free just then. If more than
-	// keptFree is, memory is given back again, mostTries times in all.
+	// If memory is free after some was given back, it has mostly come free meanwhile. If
+	// this is more than keptFree, memory is given back again, mostTries times in all.
 	keptFree  = 1 << 20
 	mostTries = 3
 )

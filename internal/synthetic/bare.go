@@ -127,8 +127,8 @@ func (p *prefill) bare(o Command) (Answer, error) {
 	return Answer{Port: l.Addr().(*net.TCPAddr).Port}, nil
 }
 
-// ReceiveBare has the prefill side send the blocks that it chose for a transfer, by the bare loop,
-// and receives them. It says how long the bytes took.
+// ReceiveBare receives, by the bare loop, the blocks that the prefill side chose for a transfer.
+// It tells that side to send them, and says how long the bytes took.
 func (p *Pool) ReceiveBare(peer *Process, o Command, dst []kv.BlockID) (took time.Duration, err error) {
 	o.Op = "bare"
 	a, err := peer.Ask(o)

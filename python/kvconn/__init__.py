@@ -11,8 +11,8 @@ offers transfers (prefill) or loads them (decode)::
     while not (done := agent.get_finished()):
         agent.wait(0.1)
 
-Importing the package loads no native library; the first :class:`Agent` does, so
-that processes may still fork before. The vLLM connector is :mod:`kvconn.vllm`.
+Importing the package loads no native library: the first :class:`Agent` does. So
+a process may still fork before it. The vLLM connector is :mod:`kvconn.vllm`.
 """
 
 from __future__ import annotations

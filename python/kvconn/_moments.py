@@ -20,7 +20,7 @@ _MOST = 4096  # numbers that are kept
 
 
 class _BoundedCache(dict[Any, Any]):
-    """What was made of a key, until there are too many."""
+    """Keeps what was made of each key. If there are too many, it forgets all."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make
@@ -112,10 +112,10 @@ class DeviceCalls:
 
         ``region`` is the index, in :meth:`register_kv_caches`, of a region on the stream's
         GPU. ``stream`` is the stream's handle, a ``CUstream`` or ``cudaStream_t``; 0 is the
-        default stream, and None torch's current stream on that GPU in this thread. If the
-        region was not made of a torch tensor, a call with ``stream`` None raises. The call takes
-        a microsecond or two, waits for nothing and may come from any thread. While the stream is
-        captured into a graph the call raises.
+        default stream. None is torch's current stream on that GPU in this thread; if the region
+        was not made of a torch tensor, a call with None raises. The call takes a microsecond or
+        two, waits for nothing and may come from any thread. While the stream is captured into a
+        graph the call raises.
         """
         if type(region) is not int or not 0 <= region <= 0xFFFFFFFF:
             region = number(region, "region", 32)
@@ -142,8 +142,8 @@ class DeviceCalls:
     def written_on(self, regions: Sequence[int], stream: Optional[int] = None) -> None:
         """Prefill: :meth:`written_after` with a moment of ``stream``, in one call that is cheap enough for each layer.
 
-        ``stream`` is one of the first region's GPU, and has been given all work that writes
-        the regions; None is as in :meth:`moment`. A ``tuple`` or a ``range`` of regions costs less than a list.
+        ``stream`` is a stream of the first region's GPU. The engine has queued there all work that writes the
+        regions. None is as in :meth:`moment`. A ``tuple`` or a ``range`` of regions costs less than a list.
         """
         kept = type(regions) is range or type(regions) is tuple
         address, count, _keep = _named[regions] if kept else _regions(regions)

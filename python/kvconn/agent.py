@@ -105,7 +105,7 @@ class Agent(DeviceCalls):
     def announce(self, transfer_ids: Iterable[str]) -> None:
         """Prefill: this engine knows these requests and works on them; decode waits for them.
 
-        With ``report_demands`` each gets a completion of kind "demand".
+        With ``report_demands`` each of these transfers gets a completion of kind "demand".
         """
         ids = list(transfer_ids)
         if ids:
@@ -114,7 +114,7 @@ class Agent(DeviceCalls):
     def offer(self, offers: Iterable[Offer]) -> None:
         """Prefill: these blocks hold these transfers.
 
-        The blocks must stay unchanged until the completion. Raises for the first
+        The blocks must stay unchanged until the completion. The call raises for the first
         offer that is refused, with its ``transfer_id``; the offers before it are accepted.
         """
         offers = list(offers)
@@ -124,13 +124,13 @@ class Agent(DeviceCalls):
     def offer_partial(self, parts: Iterable[PartialOffer], regions: Optional[Sequence[int]] = None) -> None:
         """Prefill: parts of these transfers are ready, others will follow.
 
-        The blocks that a decode engine has asked for move at once, while the rest is computed. With
-        ``regions``, which are indices of :meth:`register_kv_caches` in rising order, the blocks are
-        ready in these regions only: in one layer, say. The call announces the transfers too.
+        The blocks that a decode engine has asked for move at once, while this engine computes the
+        rest. ``regions`` are indices of :meth:`register_kv_caches` in rising order: the blocks are
+        ready in these regions only, in one layer, say. The call announces the transfers too.
         :meth:`offer` must follow with all blocks, or :meth:`withdraw`. Blocks that are ready must
         stay unchanged until the offer's completion, or until :meth:`withdraw` has returned. If a
-        transfer has ended meanwhile, this call raises nothing; the completion of the transfer's
-        offer says how it ended.
+        transfer has ended meanwhile, this call raises nothing; the completion of the offer says
+        how the transfer ended.
         """
         if regions is not None and not len(regions):
             raise InvalidError("regions is empty: to mean all regions, leave it out")
@@ -144,23 +144,24 @@ class Agent(DeviceCalls):
         """Prefill: a byte for each region of :meth:`register_kv_caches`, by which a
         step says that it has written the region.
 
-        A byte that the engine sets to 1 says that the blocks which the last :meth:`offer_partial`
+        The engine sets a region's byte to 1 when the blocks that the last :meth:`offer_partial`
         called ``computing`` are ready in this region. This is a plain store, cheap enough for each
-        layer. The agent looks at the bytes soon, and a last time when the next call of
-        :meth:`offer_partial`, :meth:`offer`, :meth:`withdraw` or :meth:`cancel` ends the step. If
-        the system refuses membarrier(2), the view is empty: then call :meth:`offer_partial` with
-        ``regions``. Do not use the view after :meth:`close`, nor in a forked child.
+        layer. The agent looks at the bytes soon after. The next call of :meth:`offer_partial`,
+        :meth:`offer`, :meth:`withdraw` or :meth:`cancel` ends the step, and the agent looks a last
+        time. If the system refuses membarrier(2), the view is empty: then call
+        :meth:`offer_partial` with ``regions``. Do not use the view after :meth:`close`, nor in a
+        forked child.
         """
         return self._written
 
     def withdraw(self, transfer_ids: Iterable[str], timeout_s: float = 10.0) -> None:
         """Prefill: takes back the blocks that :meth:`offer_partial` gave, of requests that the engine preempts or gives up.
 
-        When the call returns, nothing reads the blocks any more: the call waits for writes that are
-        under way, a second or two at most if a peer takes no bytes, and longer while a GPU's driver
-        does not answer. If the call raises with :attr:`Status.SYSTEM`, the blocks must not be used again.
-        When the engine gives the transfer to :meth:`offer_partial` again, or offers it, decode loads it
-        anew. An unknown id is no error. An id that was offered is an error.
+        When the call returns, nothing reads the blocks any more: the call waits for sends that are under
+        way. It waits a second or two at most if a peer takes no bytes, and longer while a GPU's driver
+        does not answer. If the call raises with :attr:`Status.SYSTEM`, the engine must not use the blocks
+        again. When the engine gives the transfer to :meth:`offer_partial` or :meth:`offer` again, decode
+        loads it anew. An unknown id is no error. An id that was offered is an error.
         """
         ids = list(transfer_ids)
         if ids:
@@ -173,7 +174,7 @@ class Agent(DeviceCalls):
         Until then the prefill engine keeps them, within ``claim_s``. A claim ends by
         :meth:`start_load` or :meth:`cancel`, without a completion. With ``report_claims``, a claim
         also ends when a load could only fail, because the prefill engine is gone or has ended the
-        transfer: there is a completion of kind "claim" then, and a load that follows fails with the
+        transfer. Then there is a completion of kind "claim", and a load that follows fails with the
         same reason.
         """
         claims = list(claims)
@@ -183,9 +184,9 @@ class Agent(DeviceCalls):
     def start_load(self, loads: Iterable[Load]) -> None:
         """Decode: loads these transfers, which prefill need not know yet.
 
-        The blocks belong to the transfer until its completion. Raises for the
-        first load that is refused, with its ``transfer_id``; the loads before it are
-        accepted.
+        The blocks belong to the transfer until its completion. The call raises for
+        the first load that is refused, with its ``transfer_id``; the loads before it
+        are accepted.
         """
         loads = list(loads)
         if loads:
@@ -195,7 +196,7 @@ class Agent(DeviceCalls):
         """Ends this agent's halves early; each still gets its completion.
 
         The call also tells the other side. A prefill agent remembers a cancelled id that it does
-        not know, and refuses a load of it that arrives later.
+        not know, and refuses a later load of that transfer.
         """
         ids = list(transfer_ids)
         if ids:
@@ -262,8 +263,9 @@ class Agent(DeviceCalls):
         """Ends every transfer and waits until no byte can land any more.
 
         Completions that were not collected are lost. Closing twice is fine. If a GPU does not
-        answer, the call raises with :attr:`Status.SYSTEM`: the registered memory, also what lies
-        on the host, may still be read and written, and must not be freed or used again.
+        answer, the call raises with :attr:`Status.SYSTEM`. Then the library or the GPU may still
+        read and write the registered memory, also what lies on the host, and the engine must not
+        free or use it again.
         """
         handle, self._handle, self._agent = self._handle, 0, _CLOSED
         self._count, self._written = _ASK, _NO_BYTES

@@ -1,8 +1,8 @@
 """The fingerprint of a model: it says in one short text what an engine serves, under whatever name.
 
-It is made of the model's configuration and of a sample of its weights, both read from the checkpoint's files: never from a
-device, and never more than some megabytes. The same checkpoint has the same fingerprint on every machine, in every folder,
-and however its tensors are dealt out to files.
+kvconn makes the fingerprint of the model's configuration and of a sample of its weights. It reads both from the
+checkpoint's files, never from a device, and never more than some megabytes. The same checkpoint has the same fingerprint
+on every machine, in every folder, and however its tensors are divided among files.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def model_fingerprint(
     """The fingerprint of a checkpoint, or :class:`NoFingerprint`.
 
     ``model`` is a folder, a file, or the name of a model that huggingface_hub has downloaded, with its
-    ``revision`` and ``cache_dir``. ``config`` says where its configuration is, if that is another folder or
-    name, with its ``config_revision``. ``dummy`` says that the weights are made up, so that the configuration
-    alone counts. ``facts`` are what else the cache depends on, such as overrides of the configuration; JSON must
-    hold them.
+    ``revision`` and ``cache_dir``. If the configuration lies in another folder or under another name, ``config``
+    says where, with its ``config_revision``. ``dummy`` says that the weights are made up, so that the
+    configuration alone counts. ``facts`` are what else the cache depends on, such as overrides of the
+    configuration. They must be values that JSON can hold.
     """
     place = find(model, revision, cache_dir)
     place = place / subfolder if subfolder else place

@@ -66,7 +66,7 @@ class ClosedError(KvconnError):
 
 
 class NotRegisteredError(KvconnError):
-    """``register_kv_caches`` comes before transfers."""
+    """A call about transfers came before ``register_kv_caches``."""
 
     code = Status.NOT_REGISTERED
 
@@ -78,31 +78,31 @@ class DuplicateError(KvconnError):
 
 
 class OverloadError(KvconnError):
-    """``max_transfers`` are under way, or finished and not collected."""
+    """As many transfers as ``max_transfers`` allows are under way, or have finished and were not collected."""
 
     code = Status.OVERLOAD
 
 
 class ForkedError(KvconnError):
-    """Called in a child made by fork after the library was loaded."""
+    """The call came in a forked child, whose parent had loaded the library before the fork."""
 
     code = Status.FORKED
 
 
 class AddressError(KvconnError, OSError):
-    """A port is in use, or an address is not reached."""
+    """A port is in use, or an address cannot be reached."""
 
     code = Status.ADDRESS
 
 
 class BufferTooSmallError(KvconnError):
-    """A buffer is too small; a defect of this package."""
+    """A buffer is too small, which is a defect of this package."""
 
     code = Status.BUFFER
 
 
 class InternalError(KvconnError):
-    """A defect of the library; it is unusable in this process."""
+    """The library has met a defect of its own, and is unusable in this process."""
 
     code = Status.INTERNAL
 

@@ -1,4 +1,4 @@
-"""The library's log records, handed to ``logging`` under ``kvconn``."""
+"""Hands the library's log records to ``logging``, under the name ``kvconn``."""
 
 from __future__ import annotations
 

@@ -26,16 +26,16 @@ __all__ = ["alloc", "empty"]
 
 
 def alloc(nbytes: int) -> c.Array[c.c_char]:
-    """Zeroed memory of so many bytes, as a writable buffer.
+    """Allocates zeroed memory of ``nbytes`` bytes, as a writable buffer.
 
     ``numpy.frombuffer(buffer, dtype)`` and ``torch.frombuffer(buffer, dtype=...)`` are views of it, and
-    :func:`empty` gives a tensor over such memory. The memory begins at a multiple of a page; if it has 2 MiB or
-    more, at a multiple of 2 MiB. All its pages are there, so the call takes a while for many GiB. The call raises
-    if the host or the process's cgroup has not got so much.
+    :func:`empty` gives a tensor over such memory. The memory begins at a multiple of a page, and of 2 MiB if it
+    has 2 MiB or more. All its pages are there, so the call takes a while for many GiB. The call raises if the
+    host or the process's cgroup has not got so much.
 
-    The memory is freed when no view of it, no tensor over a view, and no open agent that has registered it uses it any
-    more. A process may have 1024 such allocations at a time. The call loads the native library: call it after the fork,
-    in the process that uses the memory. A child made by fork that touches the memory gets SIGSEGV.
+    kvconn frees the memory when no view of it, no tensor over a view, and no open agent that has registered it uses it
+    any more. A process may have 1024 such allocations at a time. The call loads the native library: call it after the
+    fork, in the process that uses the memory. A child made by fork that touches the memory gets SIGSEGV.
     """
     nbytes = operator.index(nbytes)
     if not 0 < nbytes < 1 << 63:
@@ -54,7 +54,7 @@ def alloc(nbytes: int) -> c.Array[c.c_char]:
 
 
 def empty(shape: int | Sequence[int], dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-    """A CPU tensor over memory of :func:`alloc`, as of ``torch.empty``; in fact it is zeroed. It needs torch."""
+    """A CPU tensor over memory of :func:`alloc`, made like ``torch.empty``; in fact it is zeroed. The call needs torch."""
     import torch
 
     dims = torch.Size([shape] if isinstance(shape, int) else shape)

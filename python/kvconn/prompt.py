@@ -1,4 +1,4 @@
-"""The fingerprint of a prompt: it says in one number what a transfer is the cache of."""
+"""The fingerprint of a prompt: one number that says of which prompt a transfer is the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def fingerprint(token_ids: Sequence[int]) -> int:
     """64 bits of a prompt's tokens, for :class:`~kvconn.Offer`, :class:`~kvconn.PartialOffer` and :class:`~kvconn.Load`.
 
     The same tokens give the same number on every machine and in every release of
-    Python. The number is never 0, which means "not said".
+    Python. The number is never 0, since 0 means that no fingerprint is given.
     """
     # A token of a list takes about 12 ns, two thirds of them to copy the numbers side by side; a token of an array("q") 5 ns.
     # Processors have instructions for SHA-256, which takes 5 ns; BLAKE2b takes 11.

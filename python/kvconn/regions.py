@@ -102,21 +102,21 @@ def regions_from_tensor(  # noqa: PLR0913
 
     ``tensor`` is a torch tensor, of the CPU or of a CUDA device, a numpy array,
     anything with ``__cuda_array_interface__``, or anything with a writable buffer;
-    strided views are fine, nothing is copied. The bytes of a block that
-    are contiguous become one region, named ``name``; if a block has several
-    contiguous pieces, each becomes a region named ``name[i,j,…]`` after its
-    outer indices.
+    strided views are fine, and the call copies nothing. If the bytes of a block
+    are contiguous, they become one region, named ``name``. If a block has several
+    contiguous pieces, each becomes a region named ``name[i,j,…]`` after its outer
+    indices.
 
-    With ``token_dim``, the dimension that counts the tokens of a block (or
-    several, outermost first, if a block is made of smaller blocks), and
-    ``head_dim`` (None: one head, as of a latent), the regions say where each token
-    and head lies. Then the other engine may have blocks of another size, other
-    heads of the model, or another order. The tensor has the heads from
-    ``first_head`` on, of ``total_heads`` (0: it has all of them). If the heads do
-    not lie together, each becomes a region of its own, all with one name. Blocks
-    whose tokens are apart, and items that are no multiple of 4 bytes, stay opaque.
-    The regions of a read-only array are refused by an agent that loads.
-    ``index_kind`` says what the ids of the group name, see :class:`~kvconn.IndexKind`.
+    With ``token_dim`` and ``head_dim`` the regions say where each token and head lies.
+    Then the other engine may have blocks of another size, other heads of the model, or
+    another order. ``token_dim`` is the dimension that counts the tokens of a block, or
+    several, outermost first, if a block is made of smaller blocks. ``head_dim`` counts
+    the heads; None: there is one, as in a latent. The tensor has the heads from
+    ``first_head`` on, of ``total_heads`` (0: it has all of them). If the heads do not
+    lie together, each becomes a region of its own, all with one name. If a block's
+    tokens are apart, or an item is no multiple of 4 bytes, the regions stay opaque. An
+    agent that loads refuses the regions of a read-only array. ``index_kind`` says what
+    the ids of the group stand for, see :class:`~kvconn.IndexKind`.
     """
     address, shape, strides, item, read_only = _describe(tensor)
     dims = len(shape)

@@ -7,7 +7,8 @@ from typing import NamedTuple, Sequence
 
 
 class IndexKind(IntEnum):
-    """What the block ids of a group name, as a :class:`Region` says it. Both engines must mean the same.
+    """What the block ids of a group stand for; a :class:`Region` has it. Both engines must mean the
+    same.
 
     A group whose ids name entries of rings has the kind ``IndexKind.ring(n)``.
     """
@@ -21,8 +22,8 @@ class IndexKind(IntEnum):
         """The kind of rings of so many entries, one ring after the other.
 
         What belongs to position p of the prompt lies in entry p modulo ``entries``.
-        ``first_block`` is the position of the first id. A part that wraps goes on with
-        the ring's entry 0.
+        ``first_block`` is the position of the first id. After a ring's last entry
+        comes its entry 0.
         """
         if not 0 < entries < 1 << 24:
             raise ValueError(f"a ring of {entries} entries: want 1 to {(1 << 24) - 1}")
@@ -33,7 +34,7 @@ class Memory(IntEnum):
     """Where a :class:`Region` lies. The two engines' regions may lie in different memory."""
 
     HOST = 0  #: memory that the processor reads and writes
-    DEVICE = 1  #: CUDA device memory of this process; which GPU's, the agent finds
+    DEVICE = 1  #: CUDA device memory of this process; the agent finds out of which GPU
 
 
 class Region(NamedTuple):
@@ -48,19 +49,19 @@ class Region(NamedTuple):
     are opaque: they are copied whole, between blocks of equal length. Otherwise
     item (token, head) lies at ``token * token_stride + head * head_stride`` and has
     ``block_bytes / (tokens * heads)`` bytes, as many as on the other side. Items lie
-    densely, token after token (NHD) or head after head (HND); a latent has one
-    head. The region has the heads from ``first_head`` on, of ``total_heads`` of the
-    model; both 0: all. Regions of a group may share a name if they hold different
-    heads, and have equal ``tokens``. The two engines may have different orders and
-    heads, and different numbers of tokens if one divides the other.
+    densely, token after token (NHD) or head after head (HND); a latent has one head.
+    The region has the heads from ``first_head`` on, of the model's ``total_heads``;
+    if both are 0, it has all. Regions of a group may share a name if they hold
+    different heads. They have equal ``tokens``. The two engines may have different
+    orders and heads, and different numbers of tokens if one divides the other.
 
-    ``index_kind`` says what the ids of the group name: a member of :class:`IndexKind`, or
+    ``index_kind`` says what the ids of the group stand for: a member of :class:`IndexKind`, or
     ``IndexKind.ring(n)``. All regions of a group, on both sides, have the same ``index_kind``.
 
-    ``read_only`` says that nobody may write the memory, such as an array that numpy
-    made read-only. An agent that loads refuses it.
-    ``memory`` says where the region lies: a member of :class:`Memory`. ``device`` is torch's
-    index of the GPU, by which :meth:`Agent.moment` finds torch's current stream; -1: not known.
+    ``read_only`` says that nobody may write the memory, as with an array that numpy made
+    read-only. An agent that loads refuses such a region. ``memory`` says where the region lies:
+    a member of :class:`Memory`. ``device`` is torch's index of the GPU, by which
+    :meth:`Agent.moment` finds torch's current stream; -1: not known.
     """
 
     name: str
@@ -88,10 +89,10 @@ class Offer(NamedTuple):
     the position, in the prompt's blocks of group ``g``, of the first id; the offer does not hold
     the blocks before it (a sliding window). If ``first_block`` is empty, each position is 0. The
     blocks must stay unchanged until the completion. ``prompt`` is the :func:`~kvconn.fingerprint`
-    of the prompt's tokens, 64 bits unsigned; 0: not said. If offer and load say different ones, a
-    router has mixed two requests up: both halves end with :attr:`Status.REFUSED`, and no byte is
-    written. ``after`` is a moment of :meth:`Agent.moment`: before it has passed, the agent reads
-    nothing of the blocks. 0: the blocks are written.
+    of the prompt's tokens, 64 bits unsigned; 0: none is given. If offer and load give different
+    ones, a router has mixed two requests up: both halves end with :attr:`Status.REFUSED`, and
+    kvconn writes no byte. ``after`` is a moment of :meth:`Agent.moment`: before it has passed, the
+    agent reads nothing of the blocks. 0: the blocks are written already.
     """
 
     transfer_id: str
@@ -106,13 +107,13 @@ class PartialOffer(NamedTuple):
     """A partial offer: blocks that are ready while prefill still works on the request.
 
     ``block_ids`` has, per KV cache group, the blocks that follow those of the partial offers
-    before; ``first_block`` is as in :class:`Offer`, and counts with the first blocks of a group.
-    ``ready[g]`` is how many blocks of the prompt, from its start, are ready in group ``g``.
-    ``prompt`` is as in :class:`Offer`; give it in each partial offer, so that no block goes to a
-    decode engine that asks for another prompt. A later partial offer with another number is an
-    error. ``computing[g]`` counts as ``ready[g]`` does: so many blocks will be ready in a region
-    when :attr:`Agent.written` says that the region is written. ``after`` is as in :class:`Offer`,
-    for the blocks that are ready.
+    before. ``first_block`` is as in :class:`Offer`; the agent reads it only with the first blocks
+    of a group. ``ready[g]`` is how many blocks of the prompt, from its start, are ready in group
+    ``g``. ``prompt`` is as in :class:`Offer`; give it in each partial offer, so that no block
+    goes to a decode engine that asks for another prompt. A later partial offer with another
+    fingerprint is an error. ``computing[g]`` counts as ``ready[g]`` does: so many blocks will be
+    ready in a region when :attr:`Agent.written` says that the region is written. ``after`` is as
+    in :class:`Offer`, for the blocks that are ready.
     """
 
     transfer_id: str
@@ -127,9 +128,9 @@ class PartialOffer(NamedTuple):
 class Claim(NamedTuple):
     """Decode's request to keep a transfer, which it will load as soon as it has blocks.
 
-    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its ranks;
-    ``engine_id`` says which of its data-parallel ranks. With ``report_claims``, a claim whose load
-    could only fail has a completion; ``token`` comes back in it.
+    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, however many ranks the engine
+    has; ``engine_id`` names one of its data-parallel ranks. With ``report_claims``, a claim whose
+    load could only fail gets a completion, which has the claim's ``token``.
     """
 
     transfer_id: str
@@ -141,17 +142,18 @@ class Claim(NamedTuple):
 class Load(NamedTuple):
     """Decode's half of a transfer: put it into these blocks.
 
-    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, whatever its ranks: the agent
-    finds out from which of them it loads, and there is one completion. ``engine_id`` says which of
-    the data-parallel ranks there. ``first_block[g]`` is the position, in the prompt's blocks of
-    group ``g``, of the first block to load; if it is empty, each position is 0. ``tokens[g]`` is
-    the number of the prompt's tokens, from its start, that are copied. If ``tokens`` is empty or 0,
-    or blocks are opaque, as many are copied as the blocks have room for. A load with no block id at
-    all tells the prefill engine that decode needs nothing, and the prefill engine frees its blocks.
-    The blocks belong to the transfer until its completion. ``prompt`` is as in :class:`Offer`, of
-    the prompt whose cache is to be loaded; 0: whatever prefill has under this id. ``after`` is a
-    moment of :meth:`Agent.moment`: before it has passed, nothing is written into the blocks, since
-    kernels that run may still read or write what the blocks held before. 0: no kernel does.
+    ``bootstrap_addr`` is the prefill engine's ``http://host:port``, however many ranks the engine
+    has: the agent finds out from which of them it loads, and there is one completion. ``engine_id``
+    names one of the data-parallel ranks there. ``first_block[g]`` is the position, in the prompt's
+    blocks of group ``g``, of the first block to load; if ``first_block`` is empty, each position is
+    0. ``tokens[g]`` is the number of the prompt's tokens, from its start, that the agent copies. If
+    ``tokens`` is empty or 0, or blocks are opaque, it copies as many as the blocks have room for. A
+    load with no block id at all tells the prefill engine that decode needs nothing, and the prefill
+    engine frees its blocks. The blocks belong to the transfer until its completion. ``prompt`` is
+    as in :class:`Offer`, of the prompt whose cache decode wants; 0: whatever prefill has under this
+    id. ``after`` is a moment of :meth:`Agent.moment`: before it has passed, the agent writes
+    nothing into the blocks, since kernels that run may still read or write what the blocks held
+    before. 0: no kernel does.
     """
 
     transfer_id: str
@@ -179,9 +181,10 @@ class Completion(NamedTuple):
 
     ``code`` is 0 or a :class:`~kvconn.Status`; ``reason`` says why in words. ``transfer_s`` is how
     long bytes were under way. A load by tcp also counts bytes of other loads from the same agent.
-    Loads by tcp and local, and offers by tcp, leave out the time in which decode had all that was
-    computed. All others count from the first byte to the last. ``wait_s`` of a load is its time
-    since the call, less ``transfer_s``. ``wait_s`` of an offer lasts until the sending begins.
+    Loads by tcp and local, and offers by tcp, leave out the time in which decode had all that
+    prefill had computed. All others count from the first byte to the last. ``wait_s`` of a load is
+    its time since the call, less ``transfer_s``. ``wait_s`` of an offer lasts until the sending
+    begins.
     """
 
     transfer_id: str

@@ -122,9 +122,9 @@ def started() -> None:
 
 
 def follow(cls: type, name: str, how: Callable[..., Any]) -> bool:
-    """Has how(call, self, *args, **kwargs) run around a method of an engine's class. Says whether the class has the method.
+    """Runs how(call, self, *args, **kwargs) around each call of a method of an engine's class. Returns whether the class has the method.
 
-    The method is changed once in a process, whatever is made of it there, and for classes that inherit it too.
+    The function changes the method once in a process, however often it is called for it, and for classes that inherit the method too.
     """
     method = getattr(cls, name, None)
     if method is None:

@@ -45,7 +45,7 @@ func (g *greeted) guess(words []string, right string, proof int) (found string) 
 	return ""
 }
 
-// short are all words of so many small letters.
+// short returns all words that have this number of small letters.
 func short(letters int) (words []string) {
 	words = []string{""}
 	for range letters {

@@ -27,7 +27,7 @@ type streamsKept struct {
 	away   atomic.Int64 // sent away: prefill has no place for one more stream
 }
 
-// keep keeps a stream with a ticket open. If prefill ends it, keep opens another one.
+// keep opens a stream with a ticket, and does not close it. If prefill ends the stream, keep opens another one.
 func (k *streamsKept) keep(ctx context.Context, port string, ticket []byte, number uint64) {
 	from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(k.from)}, Timeout: bound}
 	for attempt := uint64(1); ctx.Err() == nil; attempt++ {

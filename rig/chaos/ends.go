@@ -32,7 +32,7 @@ func await(ctx context.Context, entries []*entry, bound time.Duration) int {
 	return 0
 }
 
-// tell says how entries ended, and how long after from the last of them did.
+// tell says how entries ended, and how long after the time from the last of them ended.
 func (l *ledger) tell(entries []*entry, from int64) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,10 +1,10 @@
 package coretest
 
 import (
-	"os"
 	"testing"
 	"time"
 
+	"github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -16,7 +16,7 @@ type Halt struct {
 
 // tooSoon is how long a case waits for what must not happen while a device is halted. With a planted defect it is what a test finds.
 var tooSoon = func() time.Duration {
-	if os.Getenv("KVCONN_FAULT") != "" {
+	if fault.Planted() {
 		return time.Second
 	}
 	return 100 * time.Millisecond

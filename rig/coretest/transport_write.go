@@ -62,7 +62,7 @@ func (t *transport) extended(w *write) (core.WriteOp, error) {
 	}
 }
 
-// run copies a transfer and returns how many bytes it wrote, of how many pairs.
+// run copies a transfer, and returns how many bytes it wrote and of how many pairs of pieces these were.
 func (t *transport) run(op core.WriteOp, w *write) (n uint64, segments int, err error) {
 	start := time.Now()
 	if t.prepare != nil {

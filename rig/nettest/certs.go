@@ -24,7 +24,7 @@ type Authority struct {
 	File string // its certificate in PEM form
 }
 
-// NewAuthority makes an authority of its own.
+// NewAuthority makes an authority that signs its own certificate.
 func NewAuthority(t testing.TB) *Authority {
 	t.Helper()
 	a := &Authority{t: t, key: newKey(t)}

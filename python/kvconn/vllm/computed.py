@@ -63,10 +63,11 @@ def _later(seconds: float, call: Callable[[], None]) -> Timer:
 
 
 class Computed:
-    """What the prompts are that were computed here, and when that is said.
+    """Which prompts were computed here, and when the log says so.
 
-    vLLM's scheduler calls, in its steps. If an engine is idle, no step comes. So while something waits to be said a timer's thread looks
-    too. close ends the timer. The lock guards all fields but moved, which the scheduler sets. It is never held while the warning is written.
+    vLLM's scheduler calls this in its steps. If an engine is idle, no step comes. So while the log has something to say, a timer's thread
+    looks too. close ends the timer. The lock guards all fields but moved, which the scheduler sets. Nobody holds the lock while the warning
+    is written.
     """
 
     def __init__(

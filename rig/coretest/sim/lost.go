@@ -9,8 +9,8 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// hearLost is what an engine does that hears that a claim came to nothing: it drops
-// the request, with a word or without, or asks for it all the same.
+// hearLost is what an engine does when it hears that a claim came to nothing. It
+// drops the request, with a cancel or without, or asks for it all the same.
 func (a *agent) hearLost(r core.Report) {
 	w := a.w
 	a.lost[r.ID] = r
