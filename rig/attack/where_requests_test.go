@@ -157,7 +157,7 @@ func requestsWithoutPause(s *scenario, name, was string, data []byte) {
 	const conns = 4
 	p, d := s.startPlain("prefill", nil), s.startPlain("decode", nil)
 	before(s, p, d)
-	sent := func() int64 { return 0 }
+	var sent func() int64
 	switch {
 	case !s.cluster:
 		f := s.pour(p, conns, data)

@@ -14,32 +14,32 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The addresses: above Go's heap (0xc0 << 32), and far below where the kernel begins. Go's heap goes on at 0x1c0 << 32.
+// The addresses: above Go's heap (0xc0 << 32), which goes on at 0x1c0 << 32, and far below where the kernel begins.
 const (
 	first = 0x100 << 32
-	last  = 0x180 << 32
-	apart = 1 << 30 // no mapping follows another one directly
+	room  = 0x80 << 32
+	apart = 2 << 20 // no mapping follows another one directly
 )
 
 var next atomic.Uint64
 
-// Map maps n bytes for a test, readable and writable, all zero. The test's agents must let go of them before the test's clean-up
-// that was registered before Map was called.
+// Map maps n bytes until the test ends, readable and writable, all zero. What uses them must be closed before: by a clean-up that
+// is registered after Map has returned.
 func Map(t testing.TB, n int) []byte {
 	t.Helper()
 	step := (uint64(n)/apart + 2) * apart
-	for {
-		at := first + next.Add(step) - step
-		if at+step > last {
-			t.Fatalf("no room for %d bytes below %#x", n, uint64(last))
+	for range room / apart { // once round, at most: what other tests have left is free again
+		at := (next.Add(step) - step) % room
+		if at+step > room {
+			continue
 		}
-		p, err := unix.MmapPtr(-1, 0, unsafe.Add(nil, at), uintptr(n), unix.PROT_READ|unix.PROT_WRITE,
+		p, err := unix.MmapPtr(-1, 0, unsafe.Add(nil, first+at), uintptr(n), unix.PROT_READ|unix.PROT_WRITE,
 			unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_FIXED_NOREPLACE)
 		if errors.Is(err, unix.EEXIST) {
 			continue
 		}
 		if err != nil {
-			t.Fatalf("mmap of %d bytes at %#x: %v", n, at, err)
+			t.Fatalf("mmap of %d bytes at %#x: %v", n, first+at, err)
 		}
 		t.Cleanup(func() {
 			if err := unix.MunmapPtr(p, uintptr(n)); err != nil {
@@ -48,4 +48,6 @@ func Map(t testing.TB, n int) []byte {
 		})
 		return unsafe.Slice((*byte)(p), n)
 	}
+	t.Fatalf("no room for %d bytes from %#x on", n, uint64(first))
+	return nil
 }

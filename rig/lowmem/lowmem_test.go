@@ -37,3 +37,20 @@ func TestHolesStay(t *testing.T) {
 		t.Error("no hole among the kernel's own mappings is given away: the package is not needed")
 	}
 }
+
+// TestMemoryIsUsedAgain: tests that follow one another take as many mappings as they like.
+func TestMemoryIsUsedAgain(t *testing.T) {
+	const n = 8 << 30
+	kept := Map(t, 4096)
+	kept[0] = 1
+	for range 2*room/n + 1 {
+		t.Run("one", func(t *testing.T) {
+			if b := Map(t, n); b[0] != 0 || b[n-1] != 0 {
+				t.Error("the memory is used")
+			}
+		})
+	}
+	if kept[0] != 1 {
+		t.Error("memory was given twice")
+	}
+}
