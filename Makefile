@@ -138,7 +138,7 @@ attack: ## attacks on real agents in processes of their own: what each got once,
 # Its figures are of a machine that does nothing else.
 attacks: cmd | tools
 	@rm -f $(BUILD)/attacks.txt
-	@$(STAGE) attack scripts/test-go.sh attack $(GO) -count=1 -timeout 900s -- ./rig/attack -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
+	@$(STAGE) attack scripts/test-go.sh attack $(GO) -count=1 -timeout 1800s -- ./rig/attack -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
 	@cat $(BUILD)/attacks.txt
 	@$(STAGE) allocations $(GO) test ./node -count=1 -run '^TestLoadAllocates$$'
 

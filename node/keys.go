@@ -96,7 +96,7 @@ func Keys() []KeyGroup {
 			{Name: "rdma_traffic_class", Default: r.TrafficClass, Unit: "DSCP · 4 + ECN", Meaning: "The traffic class of RoCE packets (0 to 255)."},
 			{Name: "rdma_service_level", Default: r.ServiceLevel, Meaning: "The priority of packets (0 to 15)."},
 			{Name: "rdma_pkey_index", Default: r.PKeyIndex, Meaning: "The partition key of each port, by its index."},
-			{Name: "rdma_idle_s", Default: Seconds(r.Idle), Unit: "s", Meaning: "If a peer's queue pairs have written nothing for so long, kvconn closes them (1 to 3600)."},
+			{Name: "rdma_idle_s", Default: Seconds(r.Idle), Unit: "s", Meaning: "If a peer's queue pairs have had no transfer for so long, kvconn closes them (1 to 3600)."},
 			{Name: "rdma_relaxed_ordering", Default: r.RelaxedOrdering, Meaning: "`auto`: if the device has it. `on`: an error if the device lacks it. `off`: never."},
 		}},
 		{"Time limits", []Key{

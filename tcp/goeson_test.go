@@ -497,7 +497,9 @@ func revokeBetweenFrames(t *testing.T, fails error) {
 		_ = raw.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) })
 		return n == len(both)
 	})
-	if err := s.frame(); err != nil || s.owes == nil {
+	hung := time.AfterFunc(bound, free) // if the copies do not go on, frame waits for them
+	err = s.frame()
+	if !hung.Stop() || err != nil || s.owes == nil {
 		t.Fatalf("the copies of the first frame do not go on: %v", err)
 	}
 	revoked := make(chan bool, 1)

@@ -85,10 +85,10 @@ type outStream struct {
 	first     [headerSize]byte // of a sealed stream: P's answer to the hello
 }
 
-// outFrame is a frame that a stream has taken.
+// outFrame is a frame that a stream has taken: the one that it writes, or the next one.
 type outFrame struct {
-	out    *outbound // of the frame that follows: whose it is; nil: none is cut
-	length uint64    // the same frame's, header included
+	out    *outbound // the next one's: whose it is; nil: none is cut
+	length uint64    // the next one's, header included
 	vec    []iovec   // vec[0] is the header in hdr
 	hdr    [headerSize]byte
 	source source

@@ -129,6 +129,7 @@ func (c *source) begins(frame []iovec) {
 
 // lookAhead cuts the frame that follows, when all parts of this one have begun and the stream may have one more slot, and begins its copies:
 // so the device need not wait until this frame is written. A slow peer has no copies ahead, nor has a transfer that was given up.
+// The next frame is this transfer's even if no slot is free, or none is needed: then another transfer waits for one frame more.
 func (c *source) lookAhead() {
 	st, n := c.w.st, c.w.st.next
 	if len(c.rest) > 0 || st.slow || c.w.stops() || c.staged+n.source.staged >= window {

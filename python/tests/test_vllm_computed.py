@@ -172,7 +172,7 @@ def test_pair_of_both_roles_that_moves_nothing(make: Any, log: pytest.LogCapture
     clock.passes(1.0)
     assert counted(engine) == {"nothing_moved": [2, 200]}
     (line,) = [message for message in log.messages if SAID in message]
-    assert f"{REASONS['nothing_moved']} (2 prompts, 200 tokens); the last one is request {last.request_id}." in line
+    assert f"{REASONS['nothing_moved']} (2 prompts, 200 tokens); one of the last is request {last.request_id}." in line
     ends(engine, engine.add(20, None))
     assert counted(engine) == {"nothing_moved": [1, 20]}
     clock.passes(29.0)
@@ -213,7 +213,7 @@ def test_pair_that_moves_nothing_is_seen_within_a_minute(make: Any, idle: bool, 
         if not idle:
             engine.step()
         if abs(passed - 1.0) < 0.01:
-            assert len(lines()) == 2 and f"the last one is request {second}." in lines()[1], "the request that may be its own is not named"
+            assert len(lines()) == 2 and f"one of the last is request {second}." in lines()[1], "the request that may be its own is not named"
         if abs(passed - 24.0) < 0.01 or abs(passed - 29.0) < 0.01:
             assert len(lines()) == 2, "at most one each half minute"
         if abs(passed - 31.0) < 0.01:
@@ -443,7 +443,7 @@ def test_the_log_says_it_at_once_and_then_each_half_minute(log: pytest.LogCaptur
 
     first = comes(State.ASIDE)
     (line,) = log.messages
-    assert f"{REASONS['no_transfer']} (1 prompts, 50 tokens); the last one is request {first}." in line
+    assert f"{REASONS['no_transfer']} (1 prompts, 50 tokens); one of the last is request {first}." in line
     assert line.endswith("0 prompts were loaded")
     log.clear()
     for _ in range(1000):

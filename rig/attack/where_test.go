@@ -26,7 +26,7 @@ type deployment struct {
 	tls     bool
 }
 
-// deployments are all of them. Files with attacks at each begin with "where": they run in the minute before TestMemoryComesBack.
+// deployments are all of them. Files that begin with "where" come last in the package: their attacks run in the minute before TestMemoryComesBack.
 var deployments = []deployment{
 	{name: "port"},
 	{name: "port-token-tls", token: "a-token-0123456789", tls: true},

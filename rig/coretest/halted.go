@@ -14,13 +14,23 @@ type Halt struct {
 	Waiting func() uint64 // what it has been given to do meanwhile
 }
 
-// tooSoon is how long a case waits for what must not happen while a device is halted. With a planted defect it is what a test finds.
+// tooSoon is how long a case waits for what must not happen while a device is halted. If a defect is planted it does happen, if late.
 var tooSoon = func() time.Duration {
 	if fault.Planted() {
-		return time.Second
+		return 5 * time.Second
 	}
 	return 100 * time.Millisecond
 }()
+
+// tooEarly says whether something comes while a device is halted. It waits no longer than that.
+func tooEarly(comes func() bool) bool {
+	for end := time.Now().Add(tooSoon); !comes(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			return false
+		}
+	}
+	return true
+}
 
 // HaltedSuite is what a transport promises of copies that a device has been given and has not made. Of the two sides one has its memory on
 // a device, and that has a Halt.
@@ -65,8 +75,7 @@ func haltedWrite(t *testing.T, f Fixture, halt *Halt) (p, d *endpoint, src, dst 
 func haltedReport(t *testing.T, f Fixture) {
 	halt := f.deviceOf("receiver").Halt
 	p, d, src, dst := haltedWrite(t, f, halt)
-	time.Sleep(tooSoon)
-	if len(d.sink.All("received", "t")) > 0 {
+	if tooEarly(func() bool { return len(d.sink.All("received", "t")) > 0 }) {
 		t.Error("the transfer was reported before its bytes were copied")
 	}
 	halt.On(false)
@@ -106,8 +115,7 @@ func haltedRevoke(t *testing.T, f Fixture) {
 func haltedSend(t *testing.T, f Fixture) {
 	halt := f.deviceOf("sender").Halt
 	p, d, src, dst := haltedWrite(t, f, halt)
-	time.Sleep(tooSoon)
-	if d.touched(dst) || len(d.sink.All("received", "t")) > 0 {
+	if tooEarly(func() bool { return d.touched(dst) || len(d.sink.All("received", "t")) > 0 }) {
 		t.Error("bytes were sent before they were copied")
 	}
 	halt.On(false)
@@ -120,8 +128,7 @@ func haltedStop(t *testing.T, f Fixture) {
 	halt := f.deviceOf("sender").Halt
 	p, d, src, dst := haltedWrite(t, f, halt)
 	p.tr.Stop("t")
-	time.Sleep(tooSoon)
-	if len(p.sink.All("written", "t")) > 0 {
+	if tooEarly(func() bool { return len(p.sink.All("written", "t")) > 0 }) {
 		t.Error("the end was told while the blocks are copied from")
 		p.paint(2, src)
 	}

@@ -34,7 +34,7 @@ func Map(t testing.TB, n int) []byte {
 			continue
 		}
 		p, err := unix.MmapPtr(-1, 0, unsafe.Add(nil, first+at), uintptr(n), unix.PROT_READ|unix.PROT_WRITE,
-			unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_FIXED_NOREPLACE)
+			unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_NORESERVE|unix.MAP_FIXED_NOREPLACE)
 		if errors.Is(err, unix.EEXIST) {
 			continue
 		}

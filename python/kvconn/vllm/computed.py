@@ -205,7 +205,7 @@ class Computed:
     def _line(self) -> str:
         why = "; ".join(f"{REASONS[reason]} ({count} prompts, {tokens} tokens)" for reason, (count, tokens) in sorted(self._unsaid.items()))
         return (
-            f"this engine computed prompts that the other engine of the pair was to compute or to load: {why}; the last one is request "
+            f"this engine computed prompts that the other engine of the pair was to compute or to load: {why}; one of the last is request "
             f"{self._last}. In the same time {self._loaded} prompts were loaded"
         )
 
