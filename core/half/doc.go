@@ -1,15 +1,17 @@
 // Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer. It does not know of what its id is
-// made, nor which halves are parts of one transfer between several ranks: who stands [Above] knows.
+// made, nor which halves are parts of one transfer between several ranks: who stands [Above] knows. Besides, it has what is
+// known of each peer for all halves with it: when D is to renew them at a P agent, and whether a D agent is gone.
 //
 // # The states
 //
 // Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain.
 // "-" stands for no half: before its begin and after its end. A row is mostly one call of
 // claimTo, loadTo or offerTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or
-// one of five that an event may bring about: Divided (what was found to have several ranks goes on as one half for
-// each), FanOut (a D names the first part of a transfer), Lost (the engine is told of a lost claim), PartFails (a
-// part of the same fan-in has failed), PeerGone (a P agent does not answer any more). A moment that has not passed in time is a
-// MomentFailed too.
+// one of seven that an event may bring about: Divided (what was found to have several ranks goes on as one half for
+// each), FanOut (a D names the first part of a transfer), Idle (the last half of D's side has ended, or the last of P's), Lost (the engine
+// is told of a lost claim), PartFails (a part of the same fan-in has failed), PeerGone (a P agent does not answer any more), Turn (D looks
+// at a P agent: with each Tick, with the first claim that it has not heard of, when connections break, and when it has
+// answered and more is due). A moment that has not passed in time is a MomentFailed too.
 //
 // The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases, "-" where
 // there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which the row goes. An
@@ -17,8 +19,12 @@
 // a later guard asks for: which D an offer has, with its load or claim, and until when. Among the actions,
 // Ended and Lost are what the half tells who stands above: it has ended, or it cannot succeed any more and, if it is a load, is to end when
 // its fence has returned. KeepFinish makes a pending finish: P is being looked up, and is told then. SendFinish+ is one for each rank that was
-// found. After ResolvedParts each rank that was found counts as one Resolved. Await, SendRenew, SendProbe, Yield, Report, answers, and the
-// Forget of PeerGone are of no row.
+// found. After ResolvedParts each rank that was found counts as one Resolved. Await, Yield, Report, and answers are of no row. Await is wanted
+// with the first half that waits for a moment, Yield when a step has ended as many offers as it may, until Resume. How much an account
+// holds of what all peers share (greedy.go) is an amount, and decides which offers end.
+//
+// Peers have tables too, in the same notation: the P agents, which D asks by renewals, and those D agents that P asks by probes.
+// When the next renewal is due, since when a peer is silent, and for how many ticks a D agent was absent, are asked for by guards.
 //
 // TestSim and TestTranscripts hold the machine to the tables, and to those of core/machine, which stands above.
 // core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.
@@ -203,4 +209,38 @@
 //	refused                       Cancel Close FinishMessage LoadMessage  -             -                 Ended
 //	refused                       ProbeReplied Remapped Tick              -             -                 Ended
 //	any                           Abandon                                 -             -                 Ended
+//
+// P agents (D), each of which has claims or loads waiting for it:
+//
+//	from                                 event                          guard     to            actions
+//	-                                    LoadAnswered Resolved Revoked  -         resting
+//	resting                              Resolved                       -         fresh
+//	asking                               Resolved                       -         asking-fresh
+//	resting fresh                        Turn                           due       asking        SendRenew
+//	fresh                                Turn                           new       asking        SendRenew
+//	fresh                                Turn                           empty     resting
+//	resting fresh                        Turn                           unneeded  -
+//	any                                  Turn                           silent    -             Forget
+//	asking                               RenewReplied                   last      resting
+//	asking-fresh                         RenewReplied                   last      fresh
+//	resting                              RenewReplied                   more      asking
+//	fresh                                RenewReplied                   more      asking-fresh
+//	any                                  RenewReplied                   silent    -             Forget
+//	any                                  RenewReplied                   absent    -             Forget
+//	any                                  Idle                           -         -
+//
+// D agents (P), each of which has offers and has lost its connections:
+//
+//	from                                 event         guard       to             actions
+//	-                                    PeerDown      -           asking         SendProbe
+//	resting                              Tick          due         asking         SendProbe
+//	absent                               Tick          due         asking-absent  SendProbe
+//	resting absent                       Tick          late        -
+//	resting absent                       Tick          unneeded    -
+//	asking resting asking-absent absent  ProbeReplied  unanswered  resting
+//	asking resting asking-absent absent  ProbeReplied  absent      absent
+//	asking-absent absent                 ProbeReplied  gone        gone
+//	asking resting asking-absent absent  ProbeReplied  answered    -
+//	gone                                 ProbeReplied  -           -
+//	any                                  Idle          -           -
 package half
