@@ -4,14 +4,15 @@
 //
 // # The states
 //
-// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain.
-// "-" stands for no half: before its begin and after its end. A row is mostly one call of
-// claimTo, loadTo or offerTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or
-// one of seven that an event may bring about: Divided (what was found to have several ranks goes on as one half for
-// each), FanOut (a D names the first part of a transfer), Idle (the last half of D's side has ended, or the last of P's), Lost (the engine
-// is told of a lost claim), PartFails (a part of the same fan-in has failed), PeerGone (a P agent does not answer any more), Turn (D looks
-// at a P agent: with each Tick, with the first claim that it has not heard of, when connections break, and when it has
-// answered and more is due). A moment that has not passed in time is a MomentFailed too.
+// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain. A peer has states too: a P agent
+// at D (renew.go), and a D agent at P (probe.go).
+// "-" stands for no half, or for a peer of which nothing is known. A row is mostly one call of claimTo, loadTo, offerTo, peerTo or
+// probeTo. Settle tells who stands above how a half ends. An event is a type of [core.Event], or one of seven that an event may
+// bring about: Divided (what was found to have several ranks goes on as one half for each), FanOut (a D names the first part
+// of a transfer), Idle (the last half of D's side has ended, or the last of P's), Lost (the engine is told of a lost claim), PartFails
+// (a part of the same fan-in has failed), PeerGone (a P agent does not answer any more), Turn (D looks at a P agent: with each
+// Tick, with the first claim that it has not heard of, when connections break, and when it has answered and more is due).
+// A moment that has not passed in time is a MomentFailed too.
 //
 // The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases, "-" where
 // there is but one. A row may have several states and events; "any" is each state but "-", and "=" the state from which the row goes. An
@@ -23,8 +24,8 @@
 // with the first half that waits for a moment, Yield when a step has ended as many offers as it may, until Resume. How much an account
 // holds of what all peers share (greedy.go) is an amount, and decides which offers end.
 //
-// Peers have tables too, in the same notation: the P agents, which D asks by renewals, and those D agents that P asks by probes.
-// When the next renewal is due, since when a peer is silent, and for how many ticks a D agent was absent, are asked for by guards.
+// The guards of peers ask for times and amounts: when the next renewal is due, since when a peer is silent, and for how many ticks
+// a D agent was absent.
 //
 // TestSim and TestTranscripts hold the machine to the tables, and to those of core/machine, which stands above.
 // core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.
