@@ -140,7 +140,7 @@ attacks: cmd | tools
 	@rm -f $(BUILD)/attacks.txt
 	@$(STAGE) attack scripts/test-go.sh attack $(GO) -count=1 -timeout 1800s -- ./rig/attack -args -table $(CURDIR)/$(BUILD)/attacks.txt -disguises $(CURDIR)/$(BUILD)/disguises.txt
 	@cat $(BUILD)/attacks.txt
-	@$(STAGE) allocations $(GO) test ./node -count=1 -run '^TestLoadAllocates$$'
+	@$(STAGE) allocations $(GO) test ./node ./core/machine -count=1 -run '^(TestLoadAllocates|TestTransferAllocates)$$'
 
 TIME ?= 5m
 # Their seed is fixed elsewhere.

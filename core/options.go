@@ -35,7 +35,7 @@ type Options struct {
 	ReportDemands bool          // P: Report when D has blocks for an announced transfer
 	ReportClaims  bool          // D: Report a claim that cannot succeed any more
 
-	// OnTransition hears of each row of a table that a half or a fan takes, for tests; may be nil.
+	// OnTransition hears of each row of a table that a half, a peer or a fan takes, for tests; may be nil.
 	OnTransition func(Transition)
 	// OnStep hears of each step, for tests; may be nil. Only builds with the tag "invariants" have it: without the tag
 	// no event need be kept on the heap.
@@ -62,7 +62,7 @@ func def[T int | time.Duration](v *T, unset T) {
 	}
 }
 
-// Transition is one row that a half has taken, of a table in core/half/doc.go, or a fan, of one in core/machine/doc.go.
+// Transition is one row that a half or a peer has taken, of a table in core/half/doc.go, or a fan, of one in core/machine/doc.go.
 type Transition struct {
 	Half, From, Event, Guard, To string // From "-": the half begins; To "-": it has ended
 	Actions                      string // all, and what the half tells who stands above; sorted

@@ -73,7 +73,9 @@ func TestReplay(t *testing.T) {
 		}
 		p.report(id(i))
 	}
-	d.load("left", p.BootstrapAddress(), 1)
+	for i := range 8 { // one step ends them all, in an order that must not be a map's
+		d.load(core.TransferID(fmt.Sprint("left-", i)), p.BootstrapAddress(), 1)
+	}
 	for _, s := range []*side{d, p} {
 		if err := s.Close(); err != nil {
 			t.Fatal(err)

@@ -104,10 +104,9 @@ func (h *Set) claimResolved(now time.Time, c *claim, e core.Resolved) {
 		next = claimAskedAgain
 	}
 	h.claimTo(c, whenFound, next)
-	h.watch(now, c.peer)
-	if p := h.peers[c.peer]; !p.fresh {
-		p.fresh = true // a thousand claims that come one by one make two messages
-		if !p.asking {
+	if p := h.watch(now, c.peer); !p.state.fresh() {
+		h.peerTo(c.peer, p, Always, p.state.freshened()) // a thousand claims that come one by one make two messages
+		if !p.state.asking() {
 			h.tickPeers(now)
 		}
 	}

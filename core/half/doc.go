@@ -1,13 +1,17 @@
 // Package half has the halves of transfers: D's claims and loads, P's offers. A half knows one peer. It does not know what its id is
-// made of, nor which halves are parts of one transfer between several ranks. [Above] knows both: it is core/machine.
+// made of, nor which halves are parts of one transfer between several ranks. [Above] knows both: it is core/machine. The package also has
+// what all halves know of a peer: when D renews them at a P agent, and whether a D agent is gone.
 //
 // # The states
 //
-// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain. "-" stands for no half:
-// before its begin and after its end. A row is mostly one call of claimTo, loadTo or offerTo. Settle tells [Above] how a half
-// ends. An event is a type of [core.Event], or one of five that follow from such an event: Divided (P was found to have several
-// ranks, and the claim or load goes on as one half for each), FanOut (a D names the first part of a transfer), Lost (the engine
-// is told of a lost claim), PartFails (a part of the same fan-in has failed), PeerGone (a P agent does not answer any more). If
+// Each half is in one of the states below, which claim.go, asked.go, load.go and offer.go explain. A peer has states too: a P agent
+// at D (renew.go), and a D agent at P (probe.go). "-" stands for no half, before its begin and after its end, or for a peer of which
+// nothing is known. A row is mostly one call of claimTo, loadTo, offerTo, peerTo or probeTo. Settle tells [Above] how a half
+// ends. An event is a type of [core.Event], or one of seven that follow from such an event: Divided (P was found to have several
+// ranks, and the claim or load goes on as one half for each), FanOut (a D names the first part of a transfer), Idle (the last half of
+// D's side has ended, or the last one of P's), Lost (the engine is told of a lost claim), PartFails (a part of the same fan-in has
+// failed), PeerGone (a P agent does not answer any more), Turn (D looks at a P agent: with each Tick, with the first claim that the
+// agent has not heard of, when connections break, and when the agent has answered and more is due). If
 // a moment has not passed in time, this is a MomentFailed too.
 //
 // The tables are functions: the state, the event and the guard decide the next state and all actions. [Guard] names the cases; "-" says that
@@ -16,8 +20,12 @@
 // event may still change what a later guard asks for: which D an offer has, with its load or claim, and until when. Two of the actions are
 // what the half tells [Above]. Ended: it has ended. Lost: it cannot succeed any more; a load then ends when its fence has returned. KeepFinish
 // makes a pending finish: P is being looked up, and will be told. SendFinish+ is one SendFinish for each rank that was found. After
-// ResolvedParts each rank that was found counts as one Resolved. The tables leave out Await, SendRenew, SendProbe, Yield, Report, answers, and
-// the Forget of PeerGone.
+// ResolvedParts each rank that was found counts as one Resolved. The tables leave out Await, Yield, Report and answers. A half wants
+// Await if it is the first that waits for a moment. A step wants Yield if it has ended as many offers as it may, until Resume.
+// How much an account holds of what all peers share (greedy.go) is an amount, and decides which offers end.
+//
+// The guards of peers ask for times and amounts: when the next renewal is due, since when a peer is silent, and for how many ticks
+// a D agent was absent.
 //
 // TestSim and TestTranscripts hold the machine to these tables and to those of core/machine.
 // core/machine/testdata/table/untaken.txt has those rows that no seed of TestSim takes, each with the reason.
@@ -202,4 +210,38 @@
 //	refused                       Cancel Close FinishMessage LoadMessage  -             -                 Ended
 //	refused                       ProbeReplied Remapped Tick              -             -                 Ended
 //	any                           Abandon                                 -             -                 Ended
+//
+// P agents (D), each of which has claims or loads waiting for it:
+//
+//	from                                 event                          guard     to            actions
+//	-                                    LoadAnswered Resolved Revoked  -         resting
+//	resting                              Resolved                       -         fresh
+//	asking                               Resolved                       -         asking-fresh
+//	resting fresh                        Turn                           due       asking        SendRenew
+//	fresh                                Turn                           new       asking        SendRenew
+//	fresh                                Turn                           empty     resting
+//	resting fresh                        Turn                           unneeded  -
+//	any                                  Turn                           silent    -             Forget
+//	asking                               RenewReplied                   last      resting
+//	asking-fresh                         RenewReplied                   last      fresh
+//	resting                              RenewReplied                   more      asking
+//	fresh                                RenewReplied                   more      asking-fresh
+//	any                                  RenewReplied                   silent    -             Forget
+//	any                                  RenewReplied                   absent    -             Forget
+//	any                                  Idle                           -         -
+//
+// D agents (P), each of which has offers and has lost its connections:
+//
+//	from                                 event         guard       to             actions
+//	-                                    PeerDown      -           asking         SendProbe
+//	resting                              Tick          due         asking         SendProbe
+//	absent                               Tick          due         asking-absent  SendProbe
+//	resting absent                       Tick          late        -
+//	resting absent                       Tick          unneeded    -
+//	asking resting asking-absent absent  ProbeReplied  unanswered  resting
+//	asking resting asking-absent absent  ProbeReplied  absent      absent
+//	asking-absent absent                 ProbeReplied  gone        gone
+//	asking resting asking-absent absent  ProbeReplied  answered    -
+//	gone                                 ProbeReplied  -           -
+//	any                                  Idle          -           -
 package half

@@ -99,9 +99,7 @@ func (h *Set) giveWay(now time.Time, s *stake) {
 		return
 	}
 	h.above.Forgotten(s.id)
-	if len(h.offers) == 0 {
-		clear(h.probes) // as in reportOffer
-	}
+	h.restProbes()
 }
 
 // cameEarly counts an early offer. at is the place of its transfer; nil if this is the transfer's first offer.

@@ -14,7 +14,7 @@ const (
 	whenReplaced    // the agent that is found cannot know the request
 	whenResolving   // the half, or the claim that the load continues, was resolving
 	whenRelocating  // the half, or the claim that the load continues, was relocating
-	whenDue         // it is time to look P up again
+	whenDue         // it is time to look P up again; of peers: to ask again
 	whenNoSuccessor // no agent was found in P's place in time
 
 	// Claims, loads, offers: what the peer says, or does not say.
@@ -34,7 +34,7 @@ const (
 	// Loads.
 	whenFresh       // there is no claim of it, or one with another engine
 	whenVoid        // its claim is void
-	whenEmpty       // it has no blocks
+	whenEmpty       // it has no blocks; of peers: what was to be renewed has ended
 	whenOutdated    // the transport failed with an agent that may be out of date
 	whenArmed       // the transport expects it
 	whenAccepted    // P has taken the load
@@ -42,11 +42,11 @@ const (
 	whenAbsentAgain // nobody listens, and P had answered or was looked up once more
 	whenHello       // P wants to be met anew
 	whenHelloAgain  // likewise, and P was looked up once more
-	whenUnanswered  // P has not answered the load
+	whenUnanswered  // the peer has not answered the load, or the probe
 	whenUnnamed     // P's engine has not named the transfer in time
 	whenUnknown     // P does not know the transfer any more
 	whenMissing     // P has sent it, and bytes are missing
-	whenLate        // it has taken too long
+	whenLate        // it has taken too long; of peers: they are asked no more
 	whenHeld        // this agent's own memory has held it up for too long
 	whenFirst       // P is gone, and was looked up but once
 
@@ -58,7 +58,7 @@ const (
 	whenBroken  // the transport failed
 
 	// Offers.
-	whenNew         // no offer of it has come
+	whenNew         // no offer of it has come; of peers: P has not heard of a claim
 	whenGrowing     // the engine has not offered all of it
 	whenGrown       // further blocks may be read, and they fit the load
 	whenFits        // all blocks may be read, and they fit the load
@@ -69,6 +69,13 @@ const (
 	whenForgotten   // it gives way, and counts as if it had not come
 	whenWanted      // a D claims or loads it
 	whenUnwanted    // no D claims or loads it
+
+	// The agents at the other ends.
+	whenUnneeded // no half is with the agent any more
+	whenMore     // further parts of the answer to a renewal follow
+	whenLast     // the answer to a renewal has come, its last part too, or the renewal has failed
+	whenAnswered // the agent lives
+	whenGone     // nobody has listened as the agent for too long
 )
 
 func (g Guard) String() string {
@@ -82,5 +89,6 @@ func (g Guard) String() string {
 		whenFirst: "first", whenMoment: "moment", whenReady: "ready", whenWhole: "whole", whenRestart: "restart", whenBroken: "broken",
 		whenNew: "new", whenGrowing: "growing", whenGrown: "grown", whenFits: "fits", whenMisfits: "misfits", whenDivided: "divided",
 		whenOtherWay: "other-way", whenNotExpected: "not-expected", whenForgotten: "forgotten", whenWanted: "wanted", whenUnwanted: "unwanted",
+		whenUnneeded: "unneeded", whenMore: "more", whenLast: "last", whenAnswered: "answered", whenGone: "gone",
 	}[g]
 }

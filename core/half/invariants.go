@@ -17,6 +17,14 @@ func (h *Set) Check() (busy int) {
 	h.checkMoments()
 	invariants.Must(len(h.claims.byID)+len(h.loads.byID)+len(h.pendingFinishes.byID) > 0 || len(h.peers) == 0, "%d peers are watched for no load", len(h.peers))
 	invariants.Must(len(h.offers) > 0 || len(h.probes) == 0, "%d peers are asked for no offer", len(h.probes))
+	for id, p := range h.peers {
+		invariants.Must(p.state >= peerResting && p.state <= peerAskingFresh, "agent %q is watched in state %v", id, p.state)
+	}
+	for id, p := range h.probes {
+		missing := p.state == probeAskingAbsent || p.state == probeAbsent || p.state == probeGone
+		invariants.Must(p.state >= probeAsking && p.state <= probeGone && (p.absent > 0) == missing, "agent %q, in state %v, was absent for %d ticks", id, p.state, p.absent)
+		invariants.Must(p.state == probeGone || len(p.rest) == 0, "%d offers of agent %q end in state %v", len(p.rest), id, p.state)
+	}
 	h.Ended.own.Check("tombstones")
 	h.checkEarly()
 	return busy

@@ -186,8 +186,7 @@ func (h *Set) StepLoadAnswered(now time.Time, e core.LoadAnswered) {
 	switch {
 	case e.Answer == core.LoadAccepted:
 		h.loadTo(ld, whenAccepted, loadWaiting)
-		h.watch(now, ld.peer)
-		h.peers[ld.peer].heard = now
+		h.watch(now, ld.peer).heard = now
 	case e.Answer == core.LoadAbsent && ld.previousPeer == "" && ld.confirmedBy == "":
 		h.move(ld, whenAbsent, ld.begun.Add(h.patience()), true)
 	case e.Answer == core.LoadAbsent:

@@ -12,9 +12,14 @@ import (
 // restPeers forgets all P agents if nothing waits for one. Tick forgets them one by one, but
 // a machine that is not busy may get no Tick.
 func (h *Set) restPeers() {
-	if len(h.loads.byID)+len(h.claims.byID)+len(h.pendingFinishes.byID) == 0 {
-		clear(h.peers)
+	if len(h.loads.byID)+len(h.claims.byID)+len(h.pendingFinishes.byID) > 0 {
+		return
 	}
+	undo := h.Because("Idle")
+	for id, p := range h.peers { // in any order: nothing is wanted
+		h.peerTo(id, p, Always, peerNone)
+	}
+	undo()
 }
 
 // StepResolvedParts has a half that was looked up go on as several halves with these ids, one for each rank that was found. All of

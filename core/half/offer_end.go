@@ -96,9 +96,6 @@ func (h *Set) EndOffer(now time.Time, of *Offer, guard Guard, end Ending) {
 func (h *Set) reportOffer(now time.Time, of *Offer, guard Guard, s core.TransferStats, does ...core.Action) {
 	of.endedIn = of.state
 	h.offerTo(of, guard, offerNone, does...)
-	if len(h.offers) == 0 {
-		clear(h.probes) // perhaps nobody tells Tick now
-	}
 	if of.endedIn == offerEarly {
 		h.LeaveEarly(of)
 	}
@@ -109,6 +106,7 @@ func (h *Set) reportOffer(now time.Time, of *Offer, guard Guard, s core.Transfer
 	h.Remember(of, of.id, end)
 	of.stats = s
 	h.tell("offer", of.id, outcome{offer: of, over: true})
+	h.restProbes()
 }
 
 // Remember remembers the end of an offer, or of the transfer that it was a share of. If only peers have named it, that is their word.

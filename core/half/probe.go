@@ -12,13 +12,53 @@ import (
 	"github.com/kvconn/kvconn/internal/fault"
 )
 
+// probeState: doc.go has the table of transitions.
+type probeState uint8
+
+const (
+	probeNone         probeState = iota // before its begin and after its end
+	probeAsking                         // P has asked
+	probeResting                        // somebody listens, most likely; P asks again with the next tick
+	probeAskingAbsent                   // P has asked again; the last time nobody listened
+	probeAbsent                         // nobody listened; P asks again with the next tick
+	probeGone                           // the agent is gone, and its offers end
+)
+
+func (s probeState) String() string {
+	return [...]string{"-", "asking", "resting", "asking-absent", "absent", "gone"}[s]
+}
+
 // probe is a D agent whose connections broke: P asks whether it lives.
 type probe struct {
 	since  time.Time // when its connections broke, or it was heard of
 	absent int       // ticks in a row in which nobody listened as the agent; ticks that pass before an answer comes count too
-	asking bool
-	gone   bool     // the agent is gone, and its offers end
-	rest   []*Offer // if it is gone: its offers that are still to end; later offers are of an agent that has come back
+	state  probeState
+	rest   []*Offer // in probeGone: its offers that are still to end; later offers are of an agent that has come back
+}
+
+// probeTo performs one row of the table, as peerTo does.
+func (h *Set) probeTo(id core.AgentID, p *probe, guard Guard, next probeState, does ...core.Action) {
+	switch probeNone {
+	case next:
+		delete(h.probes, id)
+	case p.state:
+		h.probes[id] = p
+	}
+	h.taken.row("probe", ID(id), guard, p.state, next, does)
+	p.state = next
+	h.actions = append(h.actions, does...)
+}
+
+// restProbes forgets all D agents if P has no offer. Tick forgets them one by one, but a machine that is not busy may get no Tick.
+func (h *Set) restProbes() {
+	if len(h.offers) > 0 {
+		return
+	}
+	undo := h.Because("Idle")
+	for id, p := range h.probes { // in any order: nothing is wanted
+		h.probeTo(id, p, Always, probeNone)
+	}
+	undo()
 }
 
 func (h *Set) StepPeerDown(now time.Time, id core.AgentID) {
@@ -27,8 +67,7 @@ func (h *Set) StepPeerDown(now time.Time, id core.AgentID) {
 		h.tickPeers(now)
 	}
 	if h.probes[id] == nil && len(h.offersOf(id)) > 0 && !fault.On("no-probe") {
-		h.probes[id] = &probe{since: now, asking: true}
-		h.Act(core.SendProbe{Peer: id})
+		h.probeTo(id, &probe{since: now}, Always, probeAsking, core.SendProbe{Peer: id})
 	}
 }
 
@@ -48,25 +87,27 @@ func (h *Set) offersOf(id core.AgentID) (list []*Offer) {
 func (h *Set) tickProbes(now time.Time) {
 	for _, id := range sortedKeys(h.probes) {
 		switch p := h.probes[id]; {
-		case p.gone:
-		case p.asking && p.absent > 0:
+		case p.state == probeGone:
+		case p.state == probeAskingAbsent:
 			p.absent++ // the answer takes longer than a tick
-		case p.asking:
-		case now.Sub(p.since) >= 2*h.opt.PeerTimeout, len(h.offersOf(id)) == 0:
-			delete(h.probes, id)
+		case p.state == probeAsking && !fault.On("probed-beside"):
+		case now.Sub(p.since) >= 2*h.opt.PeerTimeout:
+			h.probeTo(id, p, whenLate, probeNone)
+		case len(h.offersOf(id)) == 0:
+			h.probeTo(id, p, whenUnneeded, probeNone)
+		case p.state == probeAbsent:
+			h.probeTo(id, p, whenDue, probeAskingAbsent, core.SendProbe{Peer: id})
 		default:
-			p.asking = true
-			h.Act(core.SendProbe{Peer: id})
+			h.probeTo(id, p, whenDue, probeAsking, core.SendProbe{Peer: id})
 		}
 	}
 }
 
 func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 	p := h.probes[e.Peer]
-	if p == nil || p.gone {
+	if p == nil || p.state == probeGone {
 		return
 	}
-	p.asking = false // again with the next tick
 	switch {
 	case e.Absent:
 		// D counts as gone only if nobody has listened for much longer than D's link needs to come back. This time is counted
@@ -76,14 +117,17 @@ func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 			within = h.patience()
 		}
 		if p.absent++; p.absent < fault.Pick("gone-at-once", 2+int(within/core.TickInterval), 1) {
+			h.probeTo(e.Peer, p, whenAbsent, probeAbsent)
 			return
 		}
-		p.gone, p.rest = true, h.offersOf(e.Peer)
+		p.rest = h.offersOf(e.Peer)
+		h.probeTo(e.Peer, p, whenGone, probeGone)
 		h.endGone(now)
 	case e.Err != nil:
 		p.absent = 0 // somebody listens, most likely
+		h.probeTo(e.Peer, p, whenUnanswered, probeResting)
 	default:
-		delete(h.probes, e.Peer)
+		h.probeTo(e.Peer, p, whenAnswered, fault.Pick("alive-asked-on", probeNone, probeResting))
 	}
 }
 
@@ -91,7 +135,7 @@ func (h *Set) StepProbeReplied(now time.Time, e core.ProbeReplied) {
 func (h *Set) endGone(now time.Time) {
 	for _, id := range sortedKeys(h.probes) {
 		p := h.probes[id]
-		if p == nil || !p.gone {
+		if p == nil || p.state != probeGone {
 			continue
 		}
 		for ; len(p.rest) > 0; p.rest = p.rest[1:] {
@@ -106,6 +150,8 @@ func (h *Set) endGone(now time.Time) {
 			h.EndOffer(now, of, whenAbsent, Ending{core.PeerLost, fmt.Sprintf("decode agent %s is gone", id)})
 			h.Settle(now)
 		}
-		delete(h.probes, id)
+		if p.state == probeGone { // else it was forgotten with the last offer
+			h.probeTo(id, p, Always, probeNone)
+		}
 	}
 }

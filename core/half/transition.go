@@ -9,7 +9,7 @@ import (
 	"github.com/kvconn/kvconn/core"
 )
 
-// observer collects the rows of the tables that the halves take in a step. Without tell it does nothing.
+// observer collects the rows of the tables that the halves and the agents at their other ends take in a step. Without tell it does nothing.
 type observer struct {
 	tell  func(core.Transition)
 	event string // the name of its type, or what it has brought about
@@ -80,14 +80,10 @@ func (h *Set) Act(list ...core.Action) {
 	}
 	for _, a := range list {
 		switch a.(type) {
-		case core.Await, core.SendRenew, core.SendProbe, core.Yield, core.Report:
-			continue
-		case core.Forget:
-			if h.taken.event == "PeerGone" {
-				continue
-			}
+		case core.Await, core.Yield, core.Report:
+		default:
+			h.taken.stray("half", reflect.TypeOf(a).Name())
 		}
-		h.taken.stray("half", reflect.TypeOf(a).Name())
 	}
 }
 

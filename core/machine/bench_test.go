@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/machine"
+	"github.com/kvconn/kvconn/internal/invariants"
 	"github.com/kvconn/kvconn/kv"
 )
 
@@ -19,7 +20,10 @@ func BenchmarkTransfer(b *testing.B) {
 	}
 }
 
-func benchmarkTransfers(b *testing.B, live int) {
+// transfers makes the machines of P and D, which have live other transfers under way, and returns what takes one through them, with the
+// number of its reports.
+func transfers(b testing.TB, live int) (transfer func(core.TransferID) (reports int)) {
+	b.Helper()
 	var regions []kv.Region
 	for i := range 64 {
 		regions = append(regions, kv.Region{Name: fmt.Sprint(i), Base: uint64(1+i) << 24, BlockStride: 1024, BlockBytes: 1024, NumBlocks: 1000})
@@ -51,7 +55,8 @@ func benchmarkTransfers(b *testing.B, live int) {
 	}
 	todo = nil
 	grant := []byte("0123456789abcdef")
-	transfer := func(id core.TransferID) (reports int) {
+	return func(id core.TransferID) (reports int) {
+		now = now.Add(time.Microsecond)
 		tell(p, core.Announce{ID: id})
 		tell(d, core.ClaimRequest{ID: id, From: from})
 		tell(d, core.LoadRequest{ID: id, From: from, Selection: blocks})
@@ -75,11 +80,41 @@ func benchmarkTransfers(b *testing.B, live int) {
 		todo = todo[:0]
 		return reports
 	}
+}
+
+func benchmarkTransfers(b *testing.B, live int) {
+	transfer := transfers(b, live)
 	b.ReportAllocs()
 	for i := 0; b.Loop(); i++ {
 		if transfer(core.TransferID("transfer-"+strconv.Itoa(i))) != 2 { // an id of its own: P remembers the last ones
 			b.Fatal("a transfer did not end")
 		}
-		now = now.Add(time.Microsecond)
+	}
+}
+
+// transferAllocates is how many allocations a transfer that is announced and claimed takes in both machines, by how many others are under
+// way meanwhile. Alone it has D begin to watch P's agent. A commit that changes a number says why; a release of Go may change it too.
+var transferAllocates = map[int]float64{0: 25, 1000: 24}
+
+// TestTransferAllocates: on the way of a load nothing is allocated that was not in the commit before.
+func TestTransferAllocates(t *testing.T) {
+	if invariants.Enabled || machine.Raced {
+		t.Skip("the checks of this build allocate; make attack runs this without them")
+	}
+	for live, want := range transferAllocates {
+		transfer, i := transfers(t, live), 0
+		ids := make([]core.TransferID, 2001)
+		for i := range ids {
+			ids[i] = core.TransferID("transfer-" + strconv.Itoa(i))
+		}
+		n := testing.AllocsPerRun(len(ids)-1, func() {
+			if transfer(ids[i]) != 2 {
+				t.Fatal("a transfer did not end")
+			}
+			i++
+		})
+		if n != want {
+			t.Errorf("beside %d others a transfer takes %v allocations, want %v", live, n, want)
+		}
 	}
 }

@@ -40,7 +40,7 @@ type script struct {
 type scripted struct {
 	*machine.Told
 	ledger *ledger
-	rows   []core.Transition // with rows=yes: those that it has taken and that were not printed
+	rows   []core.Transition // those that it has taken and that are still to be printed
 }
 
 func (s *script) end() {
@@ -137,11 +137,11 @@ func (s *script) layout(c *coretest.Command, sizes []uint32) *kv.Layout {
 func (s *script) open(c *coretest.Command, m *scripted) *machine.Machine {
 	l := s.layout(c, s.list(c, "size"))
 	s.layouts[c.Word(0)] = l
-	prints := c.Value("rows", "") == "yes"
+	rows := c.Value("rows", "") // "yes": those of halves and fans are printed; "peers": those of peers
 	return machine.New(l, core.Options{Lease: s.duration(c, "lease", 0), PeerTimeout: s.duration(c, "timeout", 0),
 		EarlyLoad: s.duration(c, "early", 0), Claim: s.duration(c, "claim", 0), Load: s.duration(c, "load", 0), Offer: s.duration(c, "offer", 0), MomentTimeout: s.duration(c, "moment", 0), MaxTransfers: int(s.number(c, "max", 0)), Ends: int(s.number(c, "at-once", 0)), ReportClaims: c.Value("report", "") == "claims", OnTransition: func(change core.Transition) {
 			s.table.check(s.t, change)
-			if prints {
+			if rows == "yes" && !isPeer(change.Half) || rows == "peers" && isPeer(change.Half) {
 				m.rows = append(m.rows, change)
 			}
 		}})

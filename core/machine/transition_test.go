@@ -40,12 +40,16 @@ type transitionRow struct {
 
 // tableHeads stand above the tables.
 var tableHeads = map[string]string{"Claims (D):": "claim", "Pending finishes (D), each of a claim or load that has ended while P was looked up:": "pending-finish", "Loads (D):": "load", "Offers (P):": "offer",
+	"P agents (D), each of which has claims or loads waiting for it:": "peer", "D agents (P), each of which has offers and has lost its connections:": "probe",
 	"Fan-ins of claims (D):": "claim-fan-in", "Fan-ins of loads (D):": "load-fan-in", "Fan-outs (P):": "fan-out"}
 
 // isFan says whether a table is one of fans, which share their states and guards.
 func isFan(half string) bool {
 	return strings.HasPrefix(half, "fan-") || strings.HasSuffix(half, "-fan-in")
 }
+
+// isPeer says whether a table is one of peers.
+func isPeer(half string) bool { return half == "peer" || half == "probe" }
 
 // readTransitions reads the tables of both packages' documentation.
 func readTransitions(t testing.TB) transitionTable {
@@ -176,6 +180,10 @@ func stateNames(t testing.TB, half string) []string {
 	switch half {
 	case "pending-finish":
 		file, of, least = "../half/asked", "finishState", 1
+	case "peer":
+		file, least = "../half/renew", 4
+	case "probe":
+		least = 5
 	case "fan":
 		file, least = "fans", 4
 	}
@@ -223,7 +231,7 @@ func TestGuards(t *testing.T) {
 	}
 }
 
-// rowText is a row as guards.txt prints it.
+// rowText is a row as transcripts print it.
 func rowText(c core.Transition) string {
 	return strings.TrimSpace(fmt.Sprintf("row %s: %s %s %s %s %s", c.Half, c.From, c.Event, c.Guard, c.To, c.Actions))
 }
@@ -231,10 +239,14 @@ func rowText(c core.Transition) string {
 // TestGuardsAlone: a transcript prints each row that nothing but its guard tells from another one. The tables would not show that the
 // code has taken one guard for the other.
 func TestGuardsAlone(t *testing.T) {
-	text, err := os.ReadFile("testdata/guards.txt")
-	if err != nil {
-		t.Fatal(err)
+	read := func(name string) string {
+		text, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
 	}
+	ofOthers, ofPeers := read("testdata/guards.txt"), read("testdata/peer_guards.txt")
 	alike := map[core.Transition][]core.Transition{}
 	for key, row := range readTransitions(t) {
 		c := core.Transition{Half: key.half, From: key.from, Event: key.event, To: row.to, Actions: strings.Join(row.does, " ")}
@@ -248,8 +260,12 @@ func TestGuardsAlone(t *testing.T) {
 			continue
 		}
 		for _, c := range rows {
-			if n++; !strings.Contains(string(text), "\n"+rowText(c)+"\n") {
-				t.Errorf("testdata/guards.txt does not print %q", rowText(c))
+			name, text := "guards.txt", ofOthers
+			if isPeer(c.Half) {
+				name, text = "peer_guards.txt", ofPeers
+			}
+			if n++; !strings.Contains(text, "\n"+rowText(c)+"\n") {
+				t.Errorf("testdata/%s does not print %q", name, rowText(c))
 			}
 		}
 	}
@@ -261,7 +277,7 @@ func TestGuardsAlone(t *testing.T) {
 // TestTransitions: each state of the code is in the tables, and each state and event of the tables in
 // the code. TestSim and TestTranscripts check what happens.
 func TestTransitions(t *testing.T) {
-	states := map[string]map[string]bool{"claim": {}, "pending-finish": {}, "load": {}, "offer": {}, "fan": {}}
+	states := map[string]map[string]bool{"claim": {}, "pending-finish": {}, "load": {}, "offer": {}, "peer": {}, "probe": {}, "fan": {}}
 	for key, row := range readTransitions(t) {
 		of := key.half
 		if isFan(of) {
@@ -273,8 +289,8 @@ func TestTransitions(t *testing.T) {
 			}
 		}
 	}
-	brought, known := []string{"Divided", "FanOut", "Lost", "PartFails", "PeerGone"}, eventTypes(t) // by an event
-	told := []string{"Ended", "Forgotten"}                                                          // by a part
+	brought, known := []string{"Divided", "FanOut", "Idle", "Lost", "PartFails", "PeerGone", "Turn"}, eventTypes(t) // by an event
+	told := []string{"Ended", "Forgotten"}                                                                          // by a part
 	for key := range readTransitions(t) {
 		if !slices.Contains(brought, key.event) && !slices.Contains(known, key.event) && !(isFan(key.half) && slices.Contains(told, key.event)) {
 			t.Errorf("the tables have the event %s, which is no type of Event", key.event)

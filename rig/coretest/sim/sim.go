@@ -53,7 +53,7 @@ type Result struct {
 	Codes  map[string]int // how often a half ended so: "load ok"
 	States map[string]int // the same with the state in which it ended: "load ok waiting"
 	Faults map[string]int // how often each kind of fault was there
-	// Transitions of the machines' halves, and how often each was taken.
+	// Transitions of the machines' halves, peers and fans, and how often each was taken.
 	Transitions map[core.Transition]int
 	Agents      int           // at the start
 	Steps       int           // events that happened
