@@ -30,8 +30,8 @@ var (
 	sameHost  = []string{"local"}
 	suite     = []string{"rig/coretest"}
 	streams   = []string{"tcp"}
-	transfers = []string{"tcp", "rdma", "cuda", "internal/devices"}
-	ours      = []string{"natsbus", "tcp", "rdma", "bootstrap", "cuda", "internal/devices"}
+	transfers = []string{"tcp", "rdma", "cuda", "devices"}
+	ours      = []string{"natsbus", "tcp", "rdma", "bootstrap", "cuda", "devices"}
 )
 
 var names = []replaced{
@@ -116,7 +116,7 @@ var names = []replaced{
 	{"reach", "access", sameHost},
 	{"reaches", "peerAccess", sameHost},
 	{"registry", "agentMemory", []string{"rdma"}},
-	{"renewal", "Remapping, or remapping", []string{"cuda", "internal/devices", "rdma"}},
+	{"renewal", "Remapping, or remapping", []string{"cuda", "devices", "rdma"}},
 	{"scene", "scenario", []string{"rig/attack"}},
 	{"slate", "recordBuffer", ours},
 	{"span", "interval", []string{"internal/intervals", "local/receive.go", "local/write.go", "tcp/receive.go", "tcp/write.go"}},
