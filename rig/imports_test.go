@@ -33,8 +33,8 @@ var below = map[string][]string{
 	"node": {"bootstrap", "core", "core/machine", "cuda", "devices", "internal/hostmem", "internal/shmem", "kv", "local", "natsbus", "rdma",
 		"tcp", "wire"},
 	"proxy": {"bootstrap"}, "launch": {"bootstrap", "proxy"},
-	"cli/synthetic": {"core", "internal/shmem", "kv", "natsbus", "node"}, "internal/gpuhost": {"cuda", "rdma"},
-	"cli":        {"core", "cuda", "internal/gpuhost", "cli/synthetic", "kv", "launch", "local", "node", "proxy", "rdma"},
+	"cli/synthetic": {"core", "internal/shmem", "kv", "natsbus", "node"}, "cli/gpuhost": {"cuda", "rdma"},
+	"cli":        {"cli/gpuhost", "cli/synthetic", "core", "cuda", "kv", "launch", "local", "node", "proxy", "rdma"},
 	"capi":       {"cli", "core", "devices", "internal/shmem", "kv", "node"},
 	"cmd/kvconn": {"cli"}, "cmd/kvconn-rig": {"rig"},
 }
