@@ -107,7 +107,7 @@ func TestDeviceMemory(t *testing.T) {
 	}
 }
 
-// TestDeviceThatHalts holds tcp to its promises while the device on either side makes no copy. Package devices runs it without each of
+// TestDeviceThatHalts holds tcp to its promises while the device on either side makes no copy. internal/devices runs it without each of
 // tcp's waits for copies.
 func TestDeviceThatHalts(t *testing.T) {
 	g := newGPU(t, 0)
