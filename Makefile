@@ -95,7 +95,7 @@ side-by-side: cmd wheel | tools
 
 # What takes longest goes first: else one core waits for it at the end. With -bench, go runs one package after the other,
 # so that the benchmarks have a run of their own.
-LONGEST := ./node ./local ./tcp/conformance ./tcp ./internal/devices ./natsbus ./rig/conformance ./cuda ./core/machine ./kv
+LONGEST := ./node ./local ./tcp/conformance ./tcp ./devices ./natsbus ./rig/conformance ./cuda ./core/machine ./kv
 # Packages at once: four of them used 67 % of two cores, since tests wait.
 AT_ONCE := $(shell echo $$(($$(nproc) + 4)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The

@@ -23,7 +23,7 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/devices"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"

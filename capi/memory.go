@@ -8,7 +8,7 @@ import "C"
 import (
 	"unsafe"
 
-	"github.com/kvconn/kvconn/internal/shmem"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 //export go_alloc

@@ -14,8 +14,8 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/cli/synthetic"
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rdma"

@@ -5,7 +5,7 @@ import (
 	"io"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/cli/synthetic"
 	"github.com/kvconn/kvconn/kv"
 )
 

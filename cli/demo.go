@@ -12,8 +12,8 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/kvconn/kvconn/cli/synthetic"
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/kv"
 )
 

@@ -17,7 +17,7 @@ import (
 	"strings"
 	"syscall"
 
-	"github.com/kvconn/kvconn/internal/gpuhost"
+	"github.com/kvconn/kvconn/cli/gpuhost"
 	"github.com/kvconn/kvconn/local"
 	"github.com/kvconn/kvconn/node"
 	"github.com/kvconn/kvconn/rdma"

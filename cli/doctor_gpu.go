@@ -5,8 +5,8 @@ import (
 	"os"
 	"strings"
 
+	"github.com/kvconn/kvconn/cli/gpuhost"
 	"github.com/kvconn/kvconn/cuda"
-	"github.com/kvconn/kvconn/internal/gpuhost"
 	"github.com/kvconn/kvconn/rdma"
 )
 

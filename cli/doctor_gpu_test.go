@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvconn/kvconn/internal/gpuhost"
+	"github.com/kvconn/kvconn/cli/gpuhost"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/testdouble"
 )

@@ -18,7 +18,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
-	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/cli/synthetic"
 	"github.com/kvconn/kvconn/launch"
 	"github.com/kvconn/kvconn/proxy"
 )

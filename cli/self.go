@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/cli/synthetic"
 	"github.com/kvconn/kvconn/node"
 )
 

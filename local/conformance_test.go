@@ -6,9 +6,9 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 func opener(cfg Config) coretest.RemoteOpener {

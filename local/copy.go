@@ -10,8 +10,8 @@ import (
 	"unsafe"
 
 	"github.com/kvconn/kvconn/core"
+	"github.com/kvconn/kvconn/hostmem"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/kv"
 )
 

@@ -5,8 +5,8 @@ package local
 import (
 	"sync"
 
-	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/kv"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 // fileSpace is the space of all memory files of a P.

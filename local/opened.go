@@ -17,8 +17,8 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
+	"github.com/kvconn/kvconn/hostmem"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/hostmem"
 )
 
 // deviceBatch is how many times the bytes of other batches those from devices have: a copy's begin and end cost more.

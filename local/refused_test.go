@@ -16,10 +16,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/callfilter"
 	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 // stern is a kernel that, when it is shut, lets only him read whom Yama was told of. It is sterner

@@ -15,9 +15,9 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/core/machine"
-	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/devices"
+	"github.com/kvconn/kvconn/hostmem"
 	"github.com/kvconn/kvconn/internal/fault"
-	"github.com/kvconn/kvconn/internal/hostmem"
 	"github.com/kvconn/kvconn/internal/memrelease"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/kv"

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/devices"
 )
 
 // ErrStillRead is wrapped by Withdraw's error when it has waited in vain.

@@ -31,6 +31,6 @@ var defects = []faulttest.Defect{
 // TestDefects: each defect is found by its test, and the list has all places.
 func TestDefects(t *testing.T) {
 	ofOthers := []string{"renewed-in-use", "node-load-unchecked", "node-write-unchecked", "node-more-unchecked",
-		"node-check-kept", "node-check-few", "node-check-of-earlier-memory", "node-own-fault", "node-report-unfenced", "node-quiet-unasked", "waits-for-slow", "no-fence"} // of the list of internal/devices, and of core
+		"node-check-kept", "node-check-few", "node-check-of-earlier-memory", "node-own-fault", "node-report-unfenced", "node-quiet-unasked", "waits-for-slow", "no-fence"} // of the list of package devices, and of core
 	faulttest.Run(t, runtime.GOMAXPROCS(0), defects, func(name string) bool { return slices.Contains(ofOthers, name) })
 }

@@ -1,8 +1,8 @@
 package node
 
 import (
-	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/kv"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 // ownMemory is memory of kvconn's own, which stays although the engine frees it.

@@ -15,9 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/nettest"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 // TestMain is also the agent in a process of its own that tests kill and stop.

@@ -10,10 +10,10 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/rig/leaktest"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 const cacheBytes = layers * numBlocks * blockBytes

@@ -13,7 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/devices"
 )
 
 // The agent asks a step for news again after a part of the time since the step's last news. So it

@@ -14,7 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
-	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/devices"
 	"github.com/kvconn/kvconn/internal/ratelog"
 	"github.com/kvconn/kvconn/rdma"
 	"github.com/kvconn/kvconn/wire"

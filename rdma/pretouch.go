@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/internal/hostmem"
+	"github.com/kvconn/kvconn/hostmem"
 	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/kv"
 )

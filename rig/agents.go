@@ -15,9 +15,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvconn/kvconn/cli/synthetic"
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/internal/sleep"
-	"github.com/kvconn/kvconn/internal/synthetic"
 	"github.com/kvconn/kvconn/natsbus"
 	"github.com/kvconn/kvconn/wire"
 )

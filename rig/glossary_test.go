@@ -56,7 +56,7 @@ var meansElse = map[string]string{
 	"cuda.Peer":                      "the memory of the agent at the other end, opened by CUDA",
 	"cuda.Transfer":                  "the copies of one transfer in one direction",
 	"cuda.mapping":                   "CUDA's word: memory mapped by a handle",
-	"internal/hostmem.mapping":       "the kernel's word: a line of /proc/PID/maps",
+	"hostmem.mapping":                "the kernel's word: a line of /proc/PID/maps",
 	"local.link":                     "a socket between two agents of one host",
 	"local.outLink":                  "the same on P's side",
 	"proxy.load":                     "how busy a server is: the word of load balancers",

@@ -14,7 +14,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
-	"github.com/kvconn/kvconn/internal/synthetic"
+	"github.com/kvconn/kvconn/cli/synthetic"
 )
 
 const usage = `kvconn-rig tests and measures kvconn.

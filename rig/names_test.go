@@ -30,8 +30,8 @@ var (
 	sameHost  = []string{"local"}
 	suite     = []string{"rig/coretest"}
 	streams   = []string{"tcp"}
-	transfers = []string{"tcp", "rdma", "cuda", "internal/devices"}
-	ours      = []string{"natsbus", "tcp", "rdma", "bootstrap", "cuda", "internal/devices"}
+	transfers = []string{"tcp", "rdma", "cuda", "devices"}
+	ours      = []string{"natsbus", "tcp", "rdma", "bootstrap", "cuda", "devices"}
 )
 
 var names = []replaced{
@@ -61,7 +61,7 @@ var names = []replaced{
 	{"far", "DeviceMemory", []string{"rig/coretest", "rig/conformance/suite"}},
 	{"far", "otherGPU", []string{"cuda/pairs.go", "cuda/queue.go", "cuda/region.go"}},
 	{"far", "peerMemory", sameHost},
-	{"far", "source", []string{"cli/bench_local.go", "internal/synthetic"}},
+	{"far", "source", []string{"cli/bench_local.go", "cli/synthetic"}},
 	{"farewell", "pendingFinish", decisions},
 	{"farewell", "drainTimeout, or TLS's close_notify", bus},
 	{"forgetful", "unknownSession", ours},
@@ -103,8 +103,8 @@ var names = []replaced{
 	{"mends", "reconnecting", ours},
 	{"midst", "midTransfer", suite},
 	{"nick", "shortName", bus},
-	{"obey", "run", []string{"internal/synthetic", "rig/chaos"}},
-	{"order", "command", []string{"internal/synthetic"}},
+	{"obey", "run", []string{"cli/synthetic", "rig/chaos"}},
+	{"order", "command", []string{"cli/synthetic"}},
 	{"order", "command", []string{"rig/coretest/remote.go", "rig/coretest/remote_process.go"}},
 	{"orders", "callOrder", suite},
 	{"outlet", "clientWriter", ours},
@@ -116,7 +116,7 @@ var names = []replaced{
 	{"reach", "access", sameHost},
 	{"reaches", "peerAccess", sameHost},
 	{"registry", "agentMemory", []string{"rdma"}},
-	{"renewal", "Remapping, or remapping", []string{"cuda", "internal/devices", "rdma"}},
+	{"renewal", "Remapping, or remapping", []string{"cuda", "devices", "rdma"}},
 	{"scene", "scenario", []string{"rig/attack"}},
 	{"slate", "recordBuffer", ours},
 	{"span", "interval", []string{"internal/intervals", "local/receive.go", "local/write.go", "tcp/receive.go", "tcp/write.go"}},

@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvconn/kvconn/internal/hostmem"
+	"github.com/kvconn/kvconn/hostmem"
 )
 
 // maxFault is the longest text of a frameFault, in bytes.

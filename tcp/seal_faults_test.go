@@ -32,6 +32,6 @@ var sealDefects = []faulttest.Defect{
 
 // TestSealDefects: each defect is found by its test, and the list has all places.
 func TestSealDefects(t *testing.T) {
-	ofDevices := func(name string) bool { return strings.HasPrefix(name, "tcp-") } // internal/devices has their list
+	ofDevices := func(name string) bool { return strings.HasPrefix(name, "tcp-") } // devices has their list
 	faulttest.Run(t, runtime.GOMAXPROCS(0), sealDefects, ofDevices)
 }

@@ -10,7 +10,7 @@ import (
 
 	"github.com/kvconn/kvconn/core"
 	"github.com/kvconn/kvconn/cuda"
-	"github.com/kvconn/kvconn/internal/devices"
+	"github.com/kvconn/kvconn/devices"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rig/coretest"
 	"github.com/kvconn/kvconn/rig/testdouble"
@@ -107,7 +107,7 @@ func TestDeviceMemory(t *testing.T) {
 	}
 }
 
-// TestDeviceThatHalts holds tcp to its promises while the device on either side makes no copy. internal/devices runs it without each of
+// TestDeviceThatHalts holds tcp to its promises while the device on either side makes no copy. devices runs it without each of
 // tcp's waits for copies.
 func TestDeviceThatHalts(t *testing.T) {
 	g := newGPU(t, 0)

@@ -12,12 +12,12 @@ type doubleOnly struct {
 // onTheDouble is told in the JSON. A test holds it to the sources.
 var onTheDouble = []doubleOnly{
 	{"tcp/conformance/conformance_test.go", "memory that the suite sees although the process that has it was stopped or killed", []string{"TestProcesses/device"}},
-	{"internal/devices/races_test.go", "streams that are late as a seed says, and a look at memory that waits for none of them", []string{
+	{"devices/races_test.go", "streams that are late as a seed says, and a look at memory that waits for none of them", []string{
 		"TestReadAfterMoment", "TestWrittenAfterMoment", "TestReportAfterCopy", "TestCancelWaits", "TestWithdrawWaits"}},
-	{"internal/devices/failures_test.go", "a device that is lost, stuck, or fails at a given operation", []string{
+	{"devices/failures_test.go", "a device that is lost, stuck, or fails at a given operation", []string{
 		"TestDeviceLost", "TestCloseWhileCopying", "TestCloseOfAStuckDevice", "TestCloseOfTwoStuckDevices", "TestDevicesCloseSideBySide", "TestNoDeviceNoDriver", "TestDrivers"}},
-	{"internal/devices/sleep_test.go", "a count of what is still queued, and a look at memory that waits for none of it", []string{"TestFreed", "TestRemapped", "TestNewMemoryWaits"}},
-	{"internal/devices/defects_test.go", "defects of kvconn, each found because the double is late", []string{"TestDefects"}},
+	{"devices/sleep_test.go", "a count of what is still queued, and a look at memory that waits for none of it", []string{"TestFreed", "TestRemapped", "TestNewMemoryWaits"}},
+	{"devices/defects_test.go", "defects of kvconn, each found because the double is late", []string{"TestDefects"}},
 	{"cuda/race_test.go", "streams that are held and late as a seed says", []string{
 		"TestReadsAfterMoment", "TestWritesAfterMoment", "TestDoneAfterEvent", "TestSlotAfterCopy"}},
 	{"cuda/failure_test.go", "calls and operations that fail as they are told", []string{

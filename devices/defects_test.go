@@ -32,27 +32,27 @@ var defects = []struct{ name, room, test, says string }{
 	{"gpu-buffer-id", ".", "TestRemapped", "was not noticed"},
 	{"gpu-buffer-id", ".", "TestFreed", "was not noticed"},
 	{"renewed-in-use", ".", "TestNewMemoryWaits", "a load was begun beside one of before"},
-	{"tcp-revoke-unsure", "../../tcp", "TestCloseFreesARevoke", "the revoke: <nil>"},
-	{"tcp-waits-for-lost", "../../tcp", "TestNoStreamWaitsForALostCopy", "a stream waits for a copy"},
-	{"node-report-unfenced", "../../node", "TestNoReportIfTheFenceFails", "bytes may land, and"},
-	{"node-quiet-unasked", "../../node", "TestCloseWhileACopyMayLand", "the close ends with"},
-	{"tcp-end-at-once", "../../tcp", "TestEndOfAFrameWaits", "while a copy used them"},
-	{"node-load-unchecked", "../../node", "TestMemoryIsChecked", "the transport got [\"load"},
-	{"node-write-unchecked", "../../node", "TestMemoryIsChecked", "the transport got [\"write"},
-	{"node-more-unchecked", "../../node", "TestMemoryIsChecked", "the transport got [\"more"},
-	{"node-check-kept", "../../node", "TestEachBatchIsChecked", "the transport got [\"load"},
-	{"node-check-few", "../../node", "TestMemoryIsChecked", "the transport got [\"write"},
-	{"node-check-of-earlier-memory", "../../node", "TestCheckOfEarlierMemory", "the cards forget the memory of now"},
-	{"node-own-fault", "../../node", "TestOwnMemoryPreventsLoad", "the load fails with"},
-	{"tcp-send-early", "../../tcp/conformance", "TestDeviceThatHalts", "bytes were sent before they were copied"},
-	{"tcp-report-early", "../../tcp/conformance", "TestDeviceThatHalts", "was reported before its bytes were copied"},
-	{"tcp-revoke-at-once", "../../tcp/conformance", "TestDeviceThatHalts", "Revoke returned while bytes are copied"},
-	{"tcp-stop-at-once", "../../tcp/conformance", "TestDeviceThatHalts", "the end was told while the blocks are copied from"},
-	{"gpu-slot-turns", "../../tcp/conformance", "TestOnePeerOfManyStreams", "while the honest peer waited"},
-	{"tcp-stop-unbound", "../../tcp", "TestStopOfASlowFrame", "the write is not told"},
-	{"tcp-frame-dry", "../../tcp", "TestNextFrameIsCopied", "the copies of the frame that follows begin"},
-	{"tcp-frame-waits", "../../tcp", "TestNextFrameWhileCopying", "copies go on while the next frame is read"},
-	{"tcp-slot-kept", "../../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
+	{"tcp-revoke-unsure", "../tcp", "TestCloseFreesARevoke", "the revoke: <nil>"},
+	{"tcp-waits-for-lost", "../tcp", "TestNoStreamWaitsForALostCopy", "a stream waits for a copy"},
+	{"node-report-unfenced", "../node", "TestNoReportIfTheFenceFails", "bytes may land, and"},
+	{"node-quiet-unasked", "../node", "TestCloseWhileACopyMayLand", "the close ends with"},
+	{"tcp-end-at-once", "../tcp", "TestEndOfAFrameWaits", "while a copy used them"},
+	{"node-load-unchecked", "../node", "TestMemoryIsChecked", "the transport got [\"load"},
+	{"node-write-unchecked", "../node", "TestMemoryIsChecked", "the transport got [\"write"},
+	{"node-more-unchecked", "../node", "TestMemoryIsChecked", "the transport got [\"more"},
+	{"node-check-kept", "../node", "TestEachBatchIsChecked", "the transport got [\"load"},
+	{"node-check-few", "../node", "TestMemoryIsChecked", "the transport got [\"write"},
+	{"node-check-of-earlier-memory", "../node", "TestCheckOfEarlierMemory", "the cards forget the memory of now"},
+	{"node-own-fault", "../node", "TestOwnMemoryPreventsLoad", "the load fails with"},
+	{"tcp-send-early", "../tcp/conformance", "TestDeviceThatHalts", "bytes were sent before they were copied"},
+	{"tcp-report-early", "../tcp/conformance", "TestDeviceThatHalts", "was reported before its bytes were copied"},
+	{"tcp-revoke-at-once", "../tcp/conformance", "TestDeviceThatHalts", "Revoke returned while bytes are copied"},
+	{"tcp-stop-at-once", "../tcp/conformance", "TestDeviceThatHalts", "the end was told while the blocks are copied from"},
+	{"gpu-slot-turns", "../tcp/conformance", "TestOnePeerOfManyStreams", "while the honest peer waited"},
+	{"tcp-stop-unbound", "../tcp", "TestStopOfASlowFrame", "the write is not told"},
+	{"tcp-frame-dry", "../tcp", "TestNextFrameIsCopied", "the copies of the frame that follows begin"},
+	{"tcp-frame-waits", "../tcp", "TestNextFrameWhileCopying", "copies go on while the next frame is read"},
+	{"tcp-slot-kept", "../tcp", "TestSlowPeersStarveNobody", "within 30s"}, // a slot is kept for good, or nobody else gets bytes,
 }
 
 // TestDefects: each defect is found by its test. The counts are in the log.
@@ -85,7 +85,7 @@ func TestDefects(t *testing.T) {
 func TestDefectsList(t *testing.T) {
 	place := regexp.MustCompile(`fault\.On\("([^"]+)"\)`)
 	var found []string
-	for _, room := range []string{".", "../../node", "../../tcp"} {
+	for _, room := range []string{".", "../node", "../tcp"} {
 		files, err := filepath.Glob(filepath.Join(room, "*.go"))
 		if err != nil {
 			t.Fatal(err)

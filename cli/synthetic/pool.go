@@ -7,8 +7,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvconn/kvconn/internal/shmem"
 	"github.com/kvconn/kvconn/kv"
+	"github.com/kvconn/kvconn/shmem"
 )
 
 // Pool is a paged KV cache without an engine: some layers of blocks, more blocks
