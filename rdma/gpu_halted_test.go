@@ -246,36 +246,58 @@ func (g *groups) moves(d *groups, id core.TransferID, group int) {
 	}
 }
 
-// TestGPUFlushUnanswered: D's cache lies on two GPUs and in host memory, and the driver does not answer a flush of the second GPU. Transfers of other memory
-// go on, from each P. After stall_timeout_s the revoke of the one that waits says that bytes may land, and nobody is told an end of it. Transfers to this
-// GPU go well when its driver answers again. Close says what was not fenced.
-func TestGPUFlushUnanswered(t *testing.T) {
+// flushed has D's cache on two GPUs and in host memory, a region in each group, and two Ps. The first GPU needs no flush, and the driver does not answer one of the second: the transfer "waits".
+func flushed(t *testing.T, bound time.Duration) (second *engine.Engine, d *groups, from []*groups) {
+	t.Helper()
 	first, second := needsGPU(t), engine.New(t, 1)
-	const ordering = 118 // GPU_DIRECT_RDMA_WRITES_ORDERING: the first GPU needs no flush
+	const ordering = 118 // GPU_DIRECT_RDMA_WRITES_ORDERING
 	first.Bare("kvgpu_attribute", 0, ordering, 100)
 	t.Cleanup(func() { first.Bare("kvgpu_attribute", 0, ordering, 0) })
 	const bytes = groupBlocks * gpuBlock
-	b, to := newSignalBus(), second.Alloc(bytes)
-	d := openGroups(t, b, "decode", 5*time.Second, first.Alloc(bytes), to, 0)
-	p, other := openGroups(t, b, "prefill", 0, 0, first.Alloc(bytes), 0), openGroups(t, b, "other", 0, 0, 0, 0)
-	for _, from := range []*groups{p, other} {
-		d.connect(from.agent)
+	b := newSignalBus()
+	d = openGroups(t, b, "decode", bound, first.Alloc(bytes), second.Alloc(bytes), 0)
+	from = []*groups{openGroups(t, b, "prefill", 0, 0, first.Alloc(bytes), 0), openGroups(t, b, "other", 0, 0, 0, 0)}
+	for _, p := range from {
+		d.connect(p.agent)
 		for group := range 3 {
-			from.moves(d, core.TransferID(fmt.Sprint("before ", from.id, group)), group)
+			p.moves(d, core.TransferID(fmt.Sprint("before ", p.id, group)), group)
 		}
 	}
 	t.Cleanup(second.Unblock)
 	second.Block(flushCall)
-	p.write(d, "waits", 1)
+	from[0].write(d, "waits", 1)
 	soon(t, "D flushes", func() bool { return second.Count("blocked") > 0 })
-	for _, from := range []*groups{p, other} {
+	return second, d, from
+}
+
+// TestGPUFlushWaitsAlone: the driver does not answer a flush of D's second GPU. Transfers of other memory go on, from each P, and can be revoked. The one that
+// waits ends well when the driver answers.
+func TestGPUFlushWaitsAlone(t *testing.T) {
+	second, d, from := flushed(t, time.Hour)
+	for _, p := range from {
 		for _, group := range []int{0, 2} {
-			from.moves(d, core.TransferID(fmt.Sprint("beside ", from.id, group)), group)
+			p.moves(d, core.TransferID(fmt.Sprint("beside ", p.id, group)), group)
+			id := core.TransferID(fmt.Sprint("revoked ", p.id, group))
+			p.write(d, id, group)
+			if err := d.tr.Revoke(id); err != nil {
+				t.Error(err)
+			}
+			p.sink.Wait("written", id, 1)
 		}
 	}
-	if second.Count("blocked") == 0 {
-		t.Error("no flush waits any more: nothing was shown")
+	if n := len(d.sink.All("received", "waits")); n > 0 {
+		t.Error("the end was told before the flush")
 	}
+	second.Unblock()
+	if err := d.sink.Wait("received", "waits", 1).Err; err != nil {
+		t.Error(err)
+	}
+}
+
+// TestGPUFlushUnanswered: the driver does not answer a flush of D's second GPU for longer than stall_timeout_s. A revoke says that bytes may land, and nobody is
+// told an end. Transfers to this GPU go well when its driver answers again. Close says what was not fenced.
+func TestGPUFlushUnanswered(t *testing.T) {
+	second, d, from := flushed(t, 5*time.Second)
 	revoked := make(chan error, 1)
 	go func() { revoked <- d.tr.Revoke("waits") }()
 	select {
@@ -287,7 +309,7 @@ func TestGPUFlushUnanswered(t *testing.T) {
 		t.Fatal("the revoke does not return")
 	}
 	second.Unblock()
-	p.moves(d, "afterwards", 1)
+	from[0].moves(d, "afterwards", 1)
 	if n := len(d.sink.All("received", "waits")); n > 0 {
 		t.Error("an end was told of a transfer of which bytes may land")
 	}

@@ -31,7 +31,7 @@ var onTheDouble = []doubleOnly{
 	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPULookBeforeTheEnd", "TestGPURenewed", "TestGPURenewedAtP"}},
 	{"rdma/gpu_agents_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPUSleep", "TestGPUSleepForced", "TestGPUMoments"}},
 	{"rdma/gpu_halted_test.go", "streams and flushes that are held until the test lets them go", []string{
-		"TestGPUThatHalts", "TestGPURevokeWaits", "TestGPUStreamsThatStand", "TestGPUFlushUnanswered"}},
+		"TestGPUThatHalts", "TestGPURevokeWaits", "TestGPUStreamsThatStand", "TestGPUFlushWaitsAlone", "TestGPUFlushUnanswered"}},
 	{"rdma/gpu_process_test.go", "memory that the suite sees although the process that has it was stopped or killed", []string{"TestGPUProcesses"}},
 	{"rdma/gpu_refused_test.go", "cards and drivers that refuse as they are told, and bytes that come wrong", []string{
 		"TestGPURefused", "TestGPUInspect", "TestGPUUnflushable", "TestGPUPeermem", "TestGPUTrial", "TestGPUDefects"}},
