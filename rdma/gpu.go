@@ -255,6 +255,23 @@ func (t *Transport) flush(s gpuSet) error {
 	return err
 }
 
+// flushWithin is flush for those who can wait no longer than ctx. The flush goes on.
+func (t *Transport) flushWithin(ctx context.Context, s gpuSet) error {
+	if s == 0 {
+		return nil
+	}
+	done := make(chan error, 1)
+	if !t.goRun("rdma flush", func() { done <- t.flush(s) }) {
+		return errClosed
+	}
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return errors.New("rdma: the driver does not answer a flush of what was written to a GPU's memory")
+	}
+}
+
 // land has transfers told whose bytes have arrived in GPUs' memory, as soon as these GPUs are flushed. Each set of GPUs has a goroutine
 // of its own, while transfers wait for it: so a GPU that does not answer holds up no transfer of another one.
 func (r *receiver) land(list []*expect) {

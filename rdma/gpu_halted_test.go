@@ -153,7 +153,7 @@ func TestGPUStreamsThatStand(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const says = "cannot be read"
+	const says = "cannot be read: the GPU has not copied it in time"
 	if err := late.usable(p.agent); err == nil || !strings.Contains(err.Error(), says) {
 		t.Errorf("a D that meets P: %v, want %q", err, says)
 	}

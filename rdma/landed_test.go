@@ -19,6 +19,7 @@ type twoGPUs struct {
 }
 
 func (twoGPUs) Check() error { return nil }
+func (twoGPUs) Count() int   { return 2 }
 
 func (g twoGPUs) Flush(gpu int) error {
 	if gpu == 0 {
@@ -202,4 +203,31 @@ func TestEndOnAStuckGPU(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestProbedOnAStuckGPU: P asks D about the bytes of lanes on trial, and one of D's GPUs does not answer a flush. D's answer comes in its time all the same,
+// since an agent handles few signals at a time. The lanes can be asked about again.
+func TestProbedOnAStuckGPU(t *testing.T) {
+	tr, second, src, l := onTwoGPUs(t)
+	tr.cfg.ConnectTimeout = 100 * time.Millisecond
+	src.lanes[l.id] = l
+	for range 2 {
+		soonEnds(t, "the answer", func() {
+			rep, err := src.probed(&signal{Kind: signalProbed, Lanes: []uint32{l.id}})
+			if err != nil || len(rep.Lanes) != 1 || !strings.Contains(rep.Lanes[0].Error, "does not answer a flush") {
+				t.Errorf("%+v, %v", rep, err)
+			}
+		})
+		if l.verified {
+			t.Error("nobody has looked at the lane's bytes, and they count as seen")
+		}
+	}
+	close(second)
+	tr.cfg.ConnectTimeout = time.Hour
+	soonEnds(t, "the answer", func() {
+		rep, err := src.probed(&signal{Kind: signalProbed, Lanes: []uint32{l.id}})
+		if err != nil || len(rep.Lanes) != 1 || !strings.Contains(rep.Lanes[0].Error, "is not on trial") {
+			t.Errorf("%+v, %v", rep, err)
+		}
+	})
 }
