@@ -13,7 +13,7 @@ import (
 // Closing starts the time that Close has. Only the first call counts, and Close itself makes one.
 // If a caller closes a transport before the device, it calls Closing before both. If a copy has
 // not ended after half of the time, it counts as one that never ends: the device fails, and the
-// transport does not wait for the copy any longer.
+// transport does not wait for the copy any longer. Nor does it wait for a flush.
 func (d *Device) Closing() {
 	d.closing.Do(func() {
 		d.mu.Lock()
@@ -21,6 +21,7 @@ func (d *Device) Closing() {
 		d.until = time.Now().Add(d.o.CloseTimeout)
 		d.closeTimer = time.AfterFunc(d.o.CloseTimeout/2, func() {
 			defer safe.Recover("cuda closing")
+			close(d.halfway)
 			if n := d.busy(); n > 0 {
 				d.stall(fmt.Errorf("%d copies have not ended within %s of a close", n, d.o.CloseTimeout/2))
 			}

@@ -330,3 +330,78 @@ func TestFlushOfAStuckDevice(t *testing.T) {
 	unblock()
 	d.settled(t)
 }
+
+// blockFlushes has no flush return. One of an earlier test may be about to.
+func blockFlushes(e *engine.Engine) {
+	for e.Count("blocked") > 0 {
+		runtime.Gosched()
+	}
+	e.Block("cuFlushGPUDirectRDMAWrites")
+}
+
+// TestFlushThatIsNotAnswered: a device copies, and its driver does not answer a flush, as when a call of the engine's holds the driver. The flush
+// ends in its time and says that bytes may land, and the device has not failed. When the driver answers again, so does a flush.
+func TestFlushThatIsNotAnswered(t *testing.T) {
+	e, d := open(t, Options{StallTimeout: time.Hour})
+	if err := d.Prepare(); err != nil {
+		t.Fatal(err)
+	}
+	d.info.WritesOrdered, d.info.FlushOnHost = false, true
+	unblock := sync.OnceFunc(e.Unblock)
+	t.Cleanup(unblock)
+	d.flushBound = 200 * time.Millisecond // a copy has an hour
+	blockFlushes(e)
+	flushed := make(chan error, 1)
+	for range 2 {
+		go func() { flushed <- d.Flush() }()
+		if err := answer(t, flushed); !errors.Is(err, core.ErrMayLand) || errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "has not ended a flush") {
+			t.Errorf("a flush that the driver does not answer: %v", err)
+		}
+	}
+	if n := e.Count("blocked"); n != 1 {
+		t.Errorf("%d flushes wait in the driver, and each keeps a thread", n)
+	}
+	p := memory(t, e, d, grain)
+	if err := run(t, d.Transfer("a", FromDevice), Copy{Slot: slot(t, d, FromDevice), Runs: []Run{{Addr: p, Len: 100}}}); err != nil {
+		t.Errorf("a copy beside a flush: %v", err)
+	}
+	d.flushBound = patience
+	go func() { flushed <- d.Flush() }() // waits for its turn
+	unblock()
+	if err := answer(t, flushed); err != nil {
+		t.Errorf("a flush that the driver answers: %v", err)
+	}
+}
+
+// TestFlushBesideClosing: a transport that is closed flushes, and waits for the driver no longer than half of the time of a close. A flush that
+// begins later has the time of a close.
+func TestFlushBesideClosing(t *testing.T) {
+	e, d := open(t, Options{StallTimeout: time.Hour, CloseTimeout: 400 * time.Millisecond})
+	d.info.WritesOrdered, d.info.FlushOnHost = false, true
+	unblock := sync.OnceFunc(e.Unblock)
+	t.Cleanup(unblock)
+	blockFlushes(e)
+	flushed := make(chan error, 2)
+	for range cap(flushed) { // the second one waits for its turn
+		go func() { flushed <- d.Flush() }()
+	}
+	for e.Count("blocked") == 0 {
+		runtime.Gosched()
+	}
+	d.Closing()
+	for range cap(flushed) {
+		if err := answer(t, flushed); !errors.Is(err, core.ErrMayLand) {
+			t.Errorf("a flush beside a close: %v", err)
+		}
+	}
+	go func() { flushed <- d.Flush() }()
+	if err := answer(t, flushed); !errors.Is(err, core.ErrMayLand) {
+		t.Errorf("a flush late in a close: %v", err)
+	}
+	d.o.CloseTimeout, d.until = patience, time.Now().Add(patience)
+	go func() { flushed <- d.Flush() }()
+	unblock()
+	if err := answer(t, flushed); err != nil {
+		t.Errorf("a flush that the driver answers: %v", err)
+	}
+}

@@ -58,8 +58,8 @@ func (d *Device) Flushable() error {
 
 // When Flush has returned, all that a card had written to the device's memory before the call is seen
 // by work that is launched later. A device that orders such writes by itself needs nothing. Flush also works on a device that does
-// not end a copy: a card's bytes may be on their way to blocks that are given back. There it takes at most CloseTimeout.
-// If the error wraps core.ErrMayLand, nothing was flushed, and the device may still answer.
+// not end a copy: a card's bytes may be on their way to blocks that are given back. Flush takes at most StallTimeout, or CloseTimeout on
+// such a device and once half of the time of a close is over. If the error wraps core.ErrMayLand, nothing was flushed, and the device may still answer.
 func (d *Device) Flush() error {
 	if err := d.Flushable(); err != nil {
 		return err
@@ -74,17 +74,20 @@ func (d *Device) Flush() error {
 		}
 		return err // of a device that has failed
 	}
-	if !d.isStuck() {
-		defer d.leave()
-		return d.flush()
+	began, bound, hurry := time.Now(), d.flushBound, d.halfway
+	if d.isStuck() || d.isHalfway() {
+		bound, hurry = d.o.CloseTimeout, nil
 	}
-	late := time.NewTimer(d.o.CloseTimeout)
+	late := time.NewTimer(fault.Pick("gpu-flush-unbound", bound, 24*time.Hour))
 	defer late.Stop()
 	select {
 	case d.flushes <- struct{}{}: // a flush that is not answered keeps a thread
 	case <-late.C:
 		d.leave()
-		return d.unflushed()
+		return d.unflushed(began)
+	case <-hurry:
+		d.leave()
+		return d.unflushed(began)
 	}
 	done := make(chan error, 1)
 	safe.Go("cuda flush", func() {
@@ -97,12 +100,26 @@ func (d *Device) Flush() error {
 	case err := <-done:
 		return err
 	case <-late.C:
-		return d.unflushed()
+	case <-hurry:
 	}
+	return d.unflushed(began)
 }
 
-func (d *Device) unflushed() error {
-	return fmt.Errorf("CUDA device %d has not ended a flush within %s: %w: %w", d.info.Ordinal, d.o.CloseTimeout, d.Err(), core.ErrMayLand)
+func (d *Device) unflushed(began time.Time) error {
+	err := fmt.Errorf("CUDA device %d has not ended a flush within %s: %w", d.info.Ordinal, time.Since(began).Round(time.Millisecond), core.ErrMayLand)
+	if failed := d.Err(); failed != nil {
+		err = fmt.Errorf("%w: %w", err, failed)
+	}
+	return err
+}
+
+func (d *Device) isHalfway() bool {
+	select {
+	case <-d.halfway:
+		return true
+	default:
+		return false
+	}
 }
 
 func (d *Device) flush() error {

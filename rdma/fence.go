@@ -14,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
+	defect "github.com/kvconn/kvconn/internal/fault"
 	"github.com/kvconn/kvconn/internal/safe"
 )
 
@@ -39,7 +40,7 @@ func (r *receiver) revoke(id core.TransferID) (err error) {
 		e.src.revoke(e)
 		<-e.fenced
 	}
-	if told != nil {
+	if told != nil && !defect.On("rdma-revoke-untold") {
 		<-told.told
 		err = told.lands
 	}
@@ -232,28 +233,35 @@ func (src *source) close() {
 	dying := src.cut()
 	src.mu.Unlock()
 	await(dying)
-	var gpus gpuSet
 	src.mu.Lock()
-	for _, e := range src.live { // none comes any more
-		gpus |= e.gpus
-	}
+	list := slices.Collect(maps.Values(src.live)) // none comes any more
 	src.mu.Unlock()
-	unflushed := src.r.t.flushEnded(gpus)
-	src.mu.Lock()
-	defer src.mu.Unlock()
-	for _, e := range src.live {
-		if e.gpus != 0 && unflushed != nil {
-			e.lands = unflushed
+	byGPUs(list, func(gpus gpuSet, list []*expect) {
+		unflushed := src.r.t.flushEnded(gpus)
+		src.mu.Lock()
+		defer src.mu.Unlock()
+		for _, e := range list {
+			src.end(e, unflushed)
 		}
-		if !e.ended {
-			e.ended = true
-			if e.lands != nil {
-				src.r.keepFailure(e)
-			}
-			close(e.told)
-		}
-		src.fenced(e)
+	})
+}
+
+// end ends a transfer since the transport is closed; src.mu is held.
+func (src *source) end(e *expect, unflushed error) {
+	if src.live[e.grant.seq] == nil {
+		return // somebody else has fenced it meanwhile
 	}
+	if unflushed != nil {
+		e.lands = unflushed
+	}
+	if !e.ended {
+		e.ended = true
+		if e.lands != nil {
+			src.r.keepFailure(e)
+		}
+		close(e.told)
+	}
+	src.fenced(e)
 }
 
 // keepFailure remembers, for a later Revoke, that bytes of a transfer may land at any time.

@@ -10,11 +10,14 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 
 	"go.uber.org/zap"
 
 	"github.com/kvconn/kvconn/core"
 	defect "github.com/kvconn/kvconn/internal/fault"
+	"github.com/kvconn/kvconn/internal/safe"
 	"github.com/kvconn/kvconn/kv"
 	"github.com/kvconn/kvconn/rdma/internal/verbs"
 )
@@ -252,11 +255,96 @@ func (t *Transport) flush(s gpuSet) error {
 	return err
 }
 
-// landed says whether bytes that have arrived in the GPUs' memory may be used.
-func (t *Transport) landed(s gpuSet) error {
+// flushWithin is flush for those who can wait no longer than ctx. The flush goes on.
+func (t *Transport) flushWithin(ctx context.Context, s gpuSet) error {
 	if s == 0 {
 		return nil
 	}
+	done := make(chan error, 1)
+	if !t.goRun("rdma flush", func() { done <- t.flush(s) }) {
+		return errClosed
+	}
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return errors.New("rdma: the driver does not answer a flush of what was written to a GPU's memory")
+	}
+}
+
+// land has transfers told whose bytes have arrived in GPUs' memory, as soon as these GPUs are flushed. Each set of GPUs has a goroutine
+// of its own, while transfers wait for it: so a GPU that does not answer holds up no transfer of another one.
+func (r *receiver) land(list []*expect) {
+	var begin []gpuSet
+	r.mu.Lock()
+	for _, e := range list {
+		waiting, runs := r.arrived[e.gpus]
+		if !runs {
+			begin = append(begin, e.gpus)
+		}
+		r.arrived[e.gpus] = append(waiting, e)
+	}
+	r.awaiting += len(list)
+	r.mu.Unlock()
+	for _, gpus := range begin {
+		if !r.t.goRun("rdma landed", func() { r.tellLanded(gpus) }) {
+			r.tellLanded(gpus) // Close waits for the caller
+		}
+	}
+}
+
+// tellLanded tells of the transfers that wait for these GPUs. Those that arrive during a flush share the next one.
+func (r *receiver) tellLanded(gpus gpuSet) {
+	for {
+		r.mu.Lock()
+		list := r.arrived[gpus]
+		if len(list) == 0 {
+			delete(r.arrived, gpus)
+			r.mu.Unlock()
+			return
+		}
+		r.arrived[gpus] = nil
+		r.mu.Unlock()
+		err := r.t.landed(gpus)
+		for _, e := range list {
+			r.mu.Lock()
+			r.awaiting--
+			r.mu.Unlock()
+			e.tell(err)
+		}
+	}
+}
+
+// byGPUs calls f with the transfers of each set of GPUs, all at once if there are several: a GPU that does not answer holds up no
+// transfer of another one, nor of host memory. It returns when all calls have.
+func byGPUs(list []*expect, f func(gpus gpuSet, list []*expect)) {
+	sets := map[gpuSet][]*expect{}
+	for _, e := range list {
+		sets[e.gpus] = append(sets[e.gpus], e)
+	}
+	if len(sets) == 1 {
+		f(list[0].gpus, list)
+		return
+	}
+	var wg sync.WaitGroup
+	var failed atomic.Pointer[error]
+	for gpus, list := range sets {
+		wg.Add(1)
+		safe.Go("rdma ended", func() {
+			defer wg.Done()
+			if panicked, err := safe.Try("rdma ended", func() error { f(gpus, list); return nil }); panicked {
+				failed.Store(&err)
+			}
+		})
+	}
+	wg.Wait()
+	if err := failed.Load(); err != nil {
+		panic(*err) // as it would be with one set
+	}
+}
+
+// landed says whether bytes that have arrived in the GPUs' memory may be used.
+func (t *Transport) landed(s gpuSet) error {
 	if !defect.On("rdma-flush") {
 		if err := t.flush(s); err != nil {
 			return err

@@ -1,9 +1,11 @@
 package rdma_test
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -242,5 +244,100 @@ func TestGPUSleepForced(t *testing.T) {
 		s.p.offer(id)
 		s.d.load(id, s.p)
 		s.carried(id)
+	}
+}
+
+// standing is a stream of the engine's that has work and does nothing, and the moment behind it.
+func (a *gpuAgent) standing(block int, pattern uint64) (goOn func(), moment core.Moment) {
+	a.t.Helper()
+	stream := a.Stream()
+	a.Hold(stream)
+	goOn = sync.OnceFunc(func() {
+		a.Release(stream)
+		a.Sync(stream)
+	})
+	a.t.Cleanup(goOn) // before the stream is destroyed
+	a.Kernel(stream, a.At+uintptr(block*agentBytes), agentBytes, pattern)
+	moment, err := a.Moment(0, stream)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	return goOn, moment
+}
+
+// TestGPUMoments: a stream of P's engine stands still, then one of D's. No card reads the blocks of an offer, or writes those of a load, before the moment
+// behind the stream has passed. Other transfers of the same agents go by rdma meanwhile. Agents whose moments do not pass can be closed: their
+// transfers end, no byte may land, and the close says what the driver still has.
+func TestGPUMoments(t *testing.T) {
+	needsGPU(t)
+	s := &gpuAgents{t: t, p: openGPUAgent(t, node.RolePrefill, "rdma", 0), d: openGPUAgent(t, node.RoleDecode, "rdma", 1), pattern: 10}
+	p, d := s.p, s.d
+	s.goesBy("before", "rdma")
+	begin := func(id core.TransferID, block int, offered, loaded core.Moment) {
+		t.Helper()
+		if _, err := p.Offer([]core.OfferRequest{{ID: id, Selection: agentBlocksOf(block, 1), After: offered}}); err != nil {
+			t.Fatal(err)
+		}
+		request := core.LoadRequest{ID: id, From: core.Target{Bootstrap: p.BootstrapAddress()}, Selection: agentBlocksOf(block, 1), After: loaded}
+		if _, err := d.StartLoad([]core.LoadRequest{request}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	has := func(block int, pattern uint64) bool {
+		return d.Wrong(d.At+uintptr(block*agentBytes), agentBytes, pattern) == 0
+	}
+	well := func(id core.TransferID, block int, pattern uint64) {
+		t.Helper()
+		for _, r := range []core.Report{d.ended(id), p.ended(id)} {
+			if r.Code != core.OK {
+				t.Errorf("%s %q: %v: %s", r.Side, id, r.Code, r.Reason)
+			}
+		}
+		if !has(block, pattern) {
+			t.Errorf("%q: bytes are wrong", id)
+		}
+	}
+	const standing, other = 0, 4
+	p.Fill(p.At+standing*agentBytes, agentBytes, 99)
+	goOn, moment := p.standing(standing, 100)
+	begin("offered", standing, moment, 0)
+	p.Fill(p.At+other*agentBytes, agentBytes, 101)
+	begin("beside the offer", other, 0, 0)
+	well("beside the offer", other, 101)
+	pause(tooSoon)
+	if !has(standing, s.pattern) || len(d.GetFinished()) > 0 {
+		t.Fatal("the offer's block was read before its moment")
+	}
+	goOn()
+	well("offered", standing, 100)
+
+	p.Fill(p.At+standing*agentBytes, agentBytes, 102)
+	goOn, moment = d.standing(standing, 103)
+	begin("loaded", standing, 0, moment)
+	p.Fill(p.At+other*agentBytes, agentBytes, 104)
+	begin("beside the load", other, 0, 0)
+	well("beside the load", other, 104)
+	pause(tooSoon)
+	if !has(standing, 100) || len(d.GetFinished()) > 0 {
+		t.Fatal("the load's block was written before its moment")
+	}
+	goOn()
+	well("loaded", standing, 102)
+
+	_, offered := p.standing(standing, 105)
+	_, loaded := d.standing(other, 106)
+	begin("closed with its offer", standing, offered, 0)
+	begin("closed with its load", other, 0, loaded)
+	for _, a := range []*gpuAgent{d, p} {
+		if err := a.Agent.Close(); errors.Is(err, core.ErrMayLand) || err != nil && !strings.Contains(err.Error(), "a wait in the driver") {
+			t.Error(err)
+		}
+	}
+	for _, id := range []core.TransferID{"closed with its offer", "closed with its load"} {
+		for _, a := range []*gpuAgent{d, p} {
+			if r := a.ended(id); r.Code == core.OK {
+				t.Errorf("%s %q ended well", r.Side, id)
+			}
+		}
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -27,7 +28,7 @@ func needsGPU(t *testing.T) *engine.Engine {
 		t.Skip("make rdma-test STAGES=gpu runs this")
 	}
 	e := engine.New(t, 0)
-	e.Delay(20)
+	e.Delay(20) // of all devices
 	return e
 }
 
@@ -56,28 +57,56 @@ func onGPU(t *testing.T, l *kv.Layout, holds func(region int) bool, open func(cf
 	return open(cfg)
 }
 
-func all(int) bool    { return true }
 func even(i int) bool { return i%2 == 0 }
 
 // TestGPUSuite holds rdma to what every Transport promises, between GPUs, from and to host memory,
-// and with both kinds of regions in one agent.
+// with both kinds of regions in one agent, from one GPU to another one, and with regions on two GPUs in each agent.
 func TestGPUSuite(t *testing.T) {
 	e := needsGPU(t)
+	second := engine.New(t, 1)
+	on := func(e *engine.Engine) func(*os.File, int) (uint64, error) {
+		return func(file *os.File, size int) (uint64, error) { return uint64(e.Expose(file, size)), nil }
+	}
+	receives := func(id core.AgentID) bool { return strings.HasPrefix(string(id), "receiver") }
+	of := func(device coretest.Device) func(core.AgentID) *coretest.Device {
+		return func(core.AgentID) *coretest.Device { return &device }
+	}
 	for _, c := range []struct {
-		name  string
-		holds func(int) bool
-		on    func(core.AgentID) bool
+		name   string
+		device func(core.AgentID) *coretest.Device
 	}{
-		{"device to device", all, nil},
-		{"host to device", all, func(id core.AgentID) bool { return id == "receiver" }},
-		{"device to host", all, func(id core.AgentID) bool { return id != "receiver" }},
-		{"mixed", even, nil},
+		{"device to device", of(coretest.Device{Expose: on(e)})},
+		{"host to device", func(id core.AgentID) *coretest.Device {
+			if !receives(id) {
+				return nil
+			}
+			return &coretest.Device{Expose: on(e)}
+		}},
+		{"device to host", func(id core.AgentID) *coretest.Device {
+			if receives(id) {
+				return nil
+			}
+			return &coretest.Device{Expose: on(e)}
+		}},
+		{"mixed", of(coretest.Device{Expose: on(e), Holds: even})},
+		{"first device to second", func(id core.AgentID) *coretest.Device {
+			if receives(id) {
+				return &coretest.Device{Expose: on(second)}
+			}
+			return &coretest.Device{Expose: on(e)}
+		}},
+		{"two devices in each", func(id core.AgentID) *coretest.Device { // a region's two sides lie on different ones
+			if receives(id) {
+				return &coretest.Device{Expose: on(second), Second: on(e)}
+			}
+			return &coretest.Device{Expose: on(e), Second: on(second)}
+		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			f := coretest.Fixture{BigBytes: 8 << 20, OnDevice: c.on,
-				Device: &coretest.Device{Holds: c.holds, Expose: func(file *os.File, size int) (uint64, error) { return uint64(e.Expose(file, size)), nil }}}
+			f := coretest.Fixture{BigBytes: 8 << 20, DeviceOf: c.device}
 			f.Open = func(t *testing.T, id core.AgentID, l *kv.Layout, sink core.Sink, signal core.Signal) core.Transport {
-				holds := func(i int) bool { return (c.on == nil || c.on(id)) && c.holds(i) }
+				device := c.device(id)
+				holds := func(i int) bool { return device != nil && (device.Holds == nil || device.Holds(i)) }
 				tr, err := onGPU(t, l, holds, func(cfg rdma.Config) (core.Transport, error) { return rdma.New(cfg, id, l, sink, signal) })
 				if err != nil {
 					t.Fatal(fmt.Errorf("%s: %w", id, err))

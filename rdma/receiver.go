@@ -21,6 +21,8 @@ type receiver struct {
 	sources  map[core.AgentID]*source
 	expected map[core.TransferID]*expect
 	telling  map[core.TransferID]*expect // Received is being called; the id is free again
+	arrived  map[gpuSet][]*expect        // by the GPUs that their bytes lie on: transfers that wait for flushes
+	awaiting int                         // transfers of which a goroutine is to tell that they have arrived
 	most     int                         // transfers at a time
 	slots    []slot
 	free     []uint16 // the longest free first, so that the generation of a late mark is not in use again yet
@@ -53,6 +55,7 @@ type expect struct {
 func (r *receiver) init(t *Transport, slots int) {
 	r.t = t
 	r.sources, r.expected, r.telling = map[core.AgentID]*source{}, map[core.TransferID]*expect{}, map[core.TransferID]*expect{}
+	r.arrived = map[gpuSet][]*expect{}
 	r.most = slots
 	r.slots = make([]slot, min(2*slots, maxSlots))
 	r.free = make([]uint16, len(r.slots))
@@ -136,7 +139,7 @@ func (r *receiver) arm(id core.TransferID, peer core.AgentID, total uint64, segm
 		return nil, fmt.Errorf("rdma: transfer %q: agent %s was dismissed", id.Name(), peer)
 	case r.expected[id] != nil:
 		return nil, fmt.Errorf("rdma: transfer %q is expected already", id.Name())
-	case len(r.slots)-len(r.free) >= r.most:
+	case len(r.slots)-len(r.free)+r.awaiting >= r.most:
 		return nil, fmt.Errorf("rdma: %d transfers are expected or being revoked already (max_transfers)", r.most)
 	}
 	n := r.free[0]

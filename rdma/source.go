@@ -98,19 +98,16 @@ func (src *source) disconnecting(cause error) (tell func()) {
 	src.owed = false
 	return func() {
 		await(dying)
-		var gpus gpuSet
-		for _, e := range ended {
-			gpus |= e.gpus
-		}
-		unflushed := src.r.t.flushEnded(gpus)
-		for _, e := range ended {
-			src.fence(e)
-			if e.gpus != 0 && unflushed != nil {
-				e.tell(unflushed)
-			} else {
-				e.tell(cause)
+		byGPUs(ended, func(gpus gpuSet, list []*expect) {
+			end := cause
+			if unflushed := src.r.t.flushEnded(gpus); unflushed != nil {
+				end = unflushed
 			}
-		}
+			for _, e := range list {
+				src.fence(e)
+				e.tell(end)
+			}
+		})
 		if owed {
 			src.r.t.down(src.peer, cause)
 		}
@@ -256,20 +253,18 @@ func (src *source) look() {
 	}
 }
 
-// received handles the completions of a lane's receives and pings.
+// received handles the completions of a lane's receives and pings. It waits for no GPU: a driver that does not answer holds up no lane.
 func (src *source) received(l *lane, list []verbs.Completion) {
-	done := src.count(l, list)
-	var gpus gpuSet
-	for _, e := range done {
-		gpus |= e.gpus
-	}
-	err := src.r.t.landed(gpus)
-	for _, e := range done {
+	var onGPUs []*expect
+	for _, e := range src.count(l, list) {
 		if e.gpus == 0 {
 			e.tell(nil)
 		} else {
-			e.tell(err)
+			onGPUs = append(onGPUs, e)
 		}
+	}
+	if len(onGPUs) > 0 {
+		src.r.land(onGPUs)
 	}
 }
 

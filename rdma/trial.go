@@ -8,6 +8,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"sync"
@@ -211,7 +212,7 @@ func (src *source) probed(s *signal) (*reply, error) {
 	}
 	ctx, cancel := context.WithTimeout(t.ctx, t.cfg.ConnectTimeout/2)
 	defer cancel()
-	wants, flushed := stream(s.Seed), t.flush(1<<t.gpuCount()-1)
+	wants, flushed := stream(s.Seed), t.flushWithin(ctx, 1<<t.gpuCount()-1)
 	rep := &reply{Lanes: make([]laneAnswer, len(lanes))}
 	for i, l := range lanes {
 		switch {
@@ -249,7 +250,11 @@ func (t *Transport) examine(ctx context.Context, l *lane, want []byte) error {
 	}
 	got := make([]byte, trialBytes)
 	for _, a := range t.memory.areas {
-		if err := a.get(ctx, uint64(place-1)*trialBytes, got); err != nil {
+		err := a.get(ctx, uint64(place-1)*trialBytes, got)
+		if errors.Is(err, context.DeadlineExceeded) {
+			err = errors.New("the GPU has not copied it in time")
+		}
+		if err != nil {
 			return fmt.Errorf("what was written to %s cannot be read: %w", t.where(a), err)
 		}
 		if wrong := differing(got, want); wrong > 0 && !defect.On("rdma-unverified") {

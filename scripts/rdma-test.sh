@@ -96,7 +96,8 @@ run_gpu() {
   gpu_tests '^TestGPU(Refused|Inspect)$' || failed=1 # the kernel's own answer
   export KVCONN_LIBIBVERBS=$doubles/libkvgpu-verbs.so KVCONN_DEFECTS=$PWD/$out/bin/gpu-faults.test
   gpu_tests '^TestGPU/^device_to_device$' || failed=1
-  gpu_tests '^TestGPUSuite$/^(host_to_device|device_to_host|mixed)$/^(ordered|scattered|odd_sizes|strides|bit_by_bit|several_peers|revoke_during|loss)' || failed=1
+  gpu_tests '^TestGPUThatHalts$' || failed=1
+  gpu_tests '^TestGPUSuite$/^(host_to_device|device_to_host|mixed|first_device_to_second|two_devices_in_each)$/^(ordered|scattered|odd_sizes|strides|bit_by_bit|several_peers|revoke_during|loss)' || failed=1
   gpu_tests '^TestGPUProcesses$' || failed=1
   kit_suite 'rdma, mapped by handles' '^(ordered|revoke during write)$' || failed=1
   KVCONN_LIBCUDA=$doubles/libkvgpu-double.so chaos --transport rdma --memory double --parts faults --kinds SIGKILL,SIGSTOP --faults 4 || failed=1

@@ -25,11 +25,13 @@ var onTheDouble = []doubleOnly{
 		"TestSticky", "TestLateFailure", "TestFailedCopy"}},
 	{"cuda/closing_test.go", "streams and operations that are held until the test lets them go", []string{
 		"TestClosingBounds", "TestCloseBesideACall", "TestCloseEndsCopies", "TestBegunAfterClose", "TestCloseWhileCopying", "TestCloseBound", "TestCloseWhenNothingIsTakenBack",
-		"TestCloseBesideAMoment", "TestFlushOfAStuckDevice"}},
+		"TestCloseBesideAMoment", "TestFlushOfAStuckDevice", "TestFlushThatIsNotAnswered", "TestFlushBesideClosing"}},
 	{"rdma/gpu_moving_test.go", "writes of a card that are seen late", []string{"TestGPUParts", "TestGPUFlush", "TestGPURevoke"}},
 	{"rdma/gpu_mapped_test.go", "a look at memory from the card's side too", []string{"TestGPUMapped"}},
 	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPULookBeforeTheEnd", "TestGPURenewed", "TestGPURenewedAtP"}},
-	{"rdma/gpu_agents_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPUSleep", "TestGPUSleepForced"}},
+	{"rdma/gpu_agents_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPUSleep", "TestGPUSleepForced", "TestGPUMoments"}},
+	{"rdma/gpu_halted_test.go", "streams and flushes that are held until the test lets them go", []string{
+		"TestGPUThatHalts", "TestGPURevokeWaits", "TestGPUStreamsThatStand", "TestGPUFlushWaitsAlone", "TestGPUFlushUnanswered"}},
 	{"rdma/gpu_process_test.go", "memory that the suite sees although the process that has it was stopped or killed", []string{"TestGPUProcesses"}},
 	{"rdma/gpu_refused_test.go", "cards and drivers that refuse as they are told, and bytes that come wrong", []string{
 		"TestGPURefused", "TestGPUInspect", "TestGPUUnflushable", "TestGPUPeermem", "TestGPUTrial", "TestGPUDefects"}},
