@@ -218,6 +218,7 @@ def others_beside_stopped(pair: Pair) -> float:
                 seen = metric(pair.decode.url, GENERATED)
                 if metric(pair.decode.url, IN_FLIGHT, side="load") > 0:
                     made = seen  # the load was under way when these were counted
+                time.sleep(0.05)
             assert not waits.result().ok
             ended = time.monotonic()
             so_far = len(others)

@@ -33,9 +33,6 @@ func TestRegistrationEndsWithItsAgent(t *testing.T) {
 		if err != nil && !errors.Is(err, core.ErrNotRegistered) {
 			t.Fatal(err)
 		}
-		if err != nil && !errors.Is(err, core.ErrNotRegistered) {
-			t.Fatal(err)
-		}
 		entry, e := prefill.homeLink().readChecked(ctxOf(t, within), reg.key)
 		switch {
 		case e != nil:
