@@ -28,14 +28,14 @@ func (b *lossy) Request(ctx context.Context, via core.Via, to core.AgentID, req 
 	return nil, fmt.Errorf("no reply: %w", ctx.Err())
 }
 
-// counting is a bus that counts requests of a kind.
-type counting struct {
+// countingBus is a bus that counts requests of a kind.
+type countingBus struct {
 	core.Bus
 	kind           wire.Kind
 	said, answered atomic.Int32
 }
 
-func (b *counting) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
+func (b *countingBus) Request(ctx context.Context, via core.Via, to core.AgentID, req *wire.Request) (*wire.Reply, error) {
 	if req.Kind != b.kind {
 		return b.Bus.Request(ctx, via, to, req)
 	}
@@ -54,7 +54,7 @@ func TestLostHelloIsSaidAgain(t *testing.T) {
 	cfg := testConfig(RoleDecode)
 	cfg.ConnectTimeout = Seconds(18 * time.Second) // a third of it without an answer, and it is said again
 	p, d := open(t, testConfig(RolePrefill)), open(t, cfg)
-	hellos := &counting{kind: wire.KindHello}
+	hellos := &countingBus{kind: wire.KindHello}
 	hellos.Bus = &lossy{Bus: d.bus, lose: func(_ core.AgentID, req *wire.Request) bool {
 		return req.Kind == wire.KindHello && hellos.said.Load() == 1
 	}}
