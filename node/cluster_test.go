@@ -244,7 +244,7 @@ func replaced(t *testing.T, urls, transport string) {
 	t.Setenv("KVCONN_TEST_TRANSPORT", transport)
 	cfg := func(role string) Config {
 		cfg := forced(role, transport)
-		cfg.ConnectTimeout, cfg.PeerTimeout, cfg.CloseTimeout = Seconds(bound), Seconds(nettest.ElectionBound), Seconds(10*time.Second)
+		cfg.ConnectTimeout, cfg.PeerTimeout, cfg.CloseTimeout = Seconds(bound), Seconds(10*time.Second), Seconds(10*time.Second) // a claim of a cluster looks for the new one after PeerTimeout
 		cfg.NATSURL = urls
 		return cfg
 	}
