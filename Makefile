@@ -101,10 +101,12 @@ AT_ONCE := $(shell echo $$(($$(nproc) + 4)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
-# First all is compiled: the compiler would be the busy neighbour of the tests that run first.
+# First all is compiled: the compiler would be the busy neighbour of the tests that run first. rig/chaos runs after all others, alone:
+# its agents are processes, and the peers of one that gets no processor are right to take it for gone.
 test-go: | tools ## Go, with the race detector and the invariants on
-	@$(STAGE) go-compile bash -c '$(GO) list -race -tags invariants -test -deps -export ./... >/dev/null' || :
-	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v /rig/attack$$)
+	@$(STAGE) go-compile bash -c '$(GO) list -race -tags invariants -test -deps -export ./... >/dev/null; $(GO) list -tags faults -test -deps -export ./cuda >/dev/null' || :
+	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v -e /rig/attack$$ -e /rig/chaos$$)
+	@$(STAGE) go-chaos scripts/test-go.sh go-chaos $(GO) -race -tags invariants -timeout 20m -- ./rig/chaos
 
 # core and kv have no goroutines of their own. Their long tests and the simulator run here, ten times as fast.
 test-core: | tools ## core and kv without the race detector, with the simulator's 2000 seeds

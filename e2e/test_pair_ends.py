@@ -25,7 +25,6 @@ from pair_tests import (
     GENERATED,
     GOOD,
     IN_FLIGHT,
-    LEASE_S,
     RUNNING,
     STEPS,
     TOKEN_BYTES,
@@ -133,7 +132,7 @@ def test_offer_whose_decode_request_never_comes(pair: Pair) -> None:
     expired, failed = metric(pair.prefill.url, EXPIRED), failures(pair.prefill, side="offer", reason="expired")
     assert ask(pair.prefill.url, request).ok
     assert metric(pair.prefill.url, USAGE) > 0
-    idle(pair, bound_s=LEASE_S + 10)
+    idle(pair, bound_s=60)
     wait_until("it is counted", lambda: metric(pair.prefill.url, EXPIRED) > expired)
     assert metric(pair.prefill.url, EXPIRED) == expired + 1
     assert failures(pair.prefill, side="offer", reason="expired") == failed + 1
@@ -187,7 +186,20 @@ def traffic(pair: Pair, tokens: int = 24) -> Iterator[list[Answer]]:
 
 
 def test_prefill_stopped(pair: Pair) -> None:
-    """A prefill engine that hangs costs the requests that need it, and no other; when it goes on it is used again."""
+    """A prefill engine that hangs costs the requests that need it, and no other; when it goes on it is used again.
+
+    A step that waited for the stopped engine would end when its request does: each time, others would have two tokens at most until then,
+    of the step before it. A machine that made no more in that time, peer_timeout_s, shows nothing, and the engine is stopped again.
+    How much longer a step takes, scripts/bench-step-pair.sh says.
+    """
+    meanwhile = [others_beside_stopped(pair)]
+    while meanwhile[-1] <= 3 and len(meanwhile) < 5:
+        meanwhile.append(others_beside_stopped(pair))
+    assert meanwhile[-1] > 3, meanwhile
+
+
+def others_beside_stopped(pair: Pair) -> float:
+    """How many tokens the decode engine counts for other requests while one waits for a stopped prefill engine."""
     serves(pair)  # the engines know each other: it is this connection that is lost
     lost = {**body(pair, words(600)), "kv_transfer_params": from_prefill(pair, f"stopped-{next(numbers)}")}
     failed, of_lost = failures(pair.decode), failures(pair.decode, side="load", reason="peer_lost")
@@ -199,9 +211,15 @@ def test_prefill_stopped(pair: Pair) -> None:
             waits = pool.submit(ask, pair.decode.url, lost, 30)
             wait_until("the load waits", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") > 0 or waits.done(), every_s=0.02)
             assert not waits.done(), waits.result()
-            held = time.monotonic()  # not from the question on: a step that waited would make that time longer
+            # Not from the question on: the step before it may take until then.
             steps = {part: metric(pair.decode.url, STEPS, part=part) for part in ("worker", "scheduler")}
-            assert not waits.result(60).ok
+            held = made = metric(pair.decode.url, GENERATED)
+            while not waits.done():
+                seen = metric(pair.decode.url, GENERATED)
+                if metric(pair.decode.url, IN_FLIGHT, side="load") > 0:
+                    made = seen  # the load was under way when these were counted
+                time.sleep(0.05)
+            assert not waits.result().ok
             ended = time.monotonic()
             so_far = len(others)
             wait_until("the next have ended", lambda: len(others) >= so_far + 2, 60)
@@ -209,18 +227,14 @@ def test_prefill_stopped(pair: Pair) -> None:
                 "the steps of both are told",
                 lambda: all(metric(pair.decode.url, STEPS, part=part) > told for part, told in steps.items()),
             )
-    # A step that waited for the stopped engine would end when its request does: others would have two tokens at most until then, of
-    # the step before it. How much longer a step takes, scripts/bench-step-pair.sh says.
-    came = [at for answer in others for at in answer.came]
-    meanwhile = sum(held < at < ended for at in came)
-    progress("prefill stopped", ended - stopped, f"its request has ended; others had {meanwhile} tokens in {ended - held:.1f} s")
-    assert meanwhile > 3, came
+    progress("prefill stopped", ended - stopped, f"its request has ended; others had {made - held:.0f} tokens before it did")
     wait_until("its failure is counted", lambda: failures(pair.decode, side="load", reason="peer_lost") > of_lost)
     assert failures(pair.decode) == failed + 1
     wait_until("no load is under way", lambda: metric(pair.decode.url, IN_FLIGHT, side="load") == 0)
     wait_until("the prefill engine answers again", pair.prefill.healthy)
     idle(pair)
     served_again(pair)
+    return made - held
 
 
 def test_decode_killed_during_loads_and_restarted(pair: Pair) -> None:
@@ -356,7 +370,7 @@ def test_queue_longer_than_the_lease(pair: Pair, narrow: Pair) -> None:
             to_offer = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
             assert ask(pair.prefill.url, {**request, "max_tokens": 1, "cache_salt": name, "kv_transfer_params": to_offer}).ok
         both = metric(pair.prefill.url, USAGE)
-        wait_until("the other offer has expired", lambda: metric(pair.prefill.url, USAGE) < both, LEASE_S + 10)
+        wait_until("the other offer has expired", lambda: metric(pair.prefill.url, USAGE) < both)
         assert metric(pair.prefill.url, USAGE) > 0  # the one that is claimed
         assert metric(narrow.decode.url, WAITING) == 1
     queued.join(30)

@@ -39,7 +39,7 @@ def test_pair_on_two_machines(pair: Pair) -> None:
     assert "kvconn load {" not in pair.decode.log_since(0)
     answer = pair.ask("http://ROUTER:8000/v1/completions", body)
     assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
-    wait_until("the load's line", lambda: "kvconn load {" in pair.decode.log_since(0), 10)
+    wait_until("the load's line", lambda: "kvconn load {" in pair.decode.log_since(0))
     (line,) = [line for line in pair.decode.log_since(0).splitlines() if "kvconn load {" in line]
     load = json.loads(line.partition("kvconn load ")[2])
     assert load["transport"] == "tcp" and load["bytes"] > 0, load

@@ -31,7 +31,7 @@ func fixture(open coretest.RemoteOpener) coretest.Fixture {
 // suiteConfig is that of agents that share one process with the suite. P waits for D's word on a stop also on a slow machine: the
 // suite wants no byte of what P's engine does with its blocks later, not even in a load that fails. D's Close waits there for the
 // end of its copies: it failed once, since a device's copy had taken longer than two seconds on a machine that did other work.
-var suiteConfig = Config{Workers: 3, BatchBytes: 50_000, ConnectTimeout: 2 * time.Second, StopGrace: 10 * time.Second, CloseGrace: 10 * time.Second}
+var suiteConfig = Config{Workers: 3, BatchBytes: 50_000, ConnectTimeout: 10 * time.Second, StopGrace: 20 * time.Second, CloseGrace: 20 * time.Second}
 
 // processes are the openers of TestProcesses.
 var processes = map[string]coretest.RemoteKind{"local": {Open: opener(Config{})}, "device": onDevice}

@@ -67,6 +67,8 @@ type Options struct {
 	// ConnectTimeout bounds the making of a connection; 0 means 3 s.
 	ConnectTimeout time.Duration
 	Logger         *zap.Logger
+	// Patience is for tests on a machine that stands still for seconds: how long it is between two pings. 0 means 1 s.
+	Patience time.Duration
 
 	linkIdle, linkPing, sweep, sweepMost time.Duration // tests only
 }
@@ -138,6 +140,6 @@ func (o *Options) complete() error {
 	if o.linkIdle == 0 {
 		o.linkIdle = defaultIdle
 	}
-	o.linkPing, o.sweep, o.sweepMost = cmp.Or(o.linkPing, defaultPing), cmp.Or(o.sweep, defaultSweep), cmp.Or(o.sweepMost, sweepAtMost)
+	o.linkPing, o.sweep, o.sweepMost = cmp.Or(o.linkPing, o.Patience, defaultPing), cmp.Or(o.sweep, defaultSweep), cmp.Or(o.sweepMost, sweepAtMost)
 	return nil
 }

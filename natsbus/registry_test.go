@@ -15,28 +15,40 @@ import (
 func TestRegistrationEndsWithItsAgent(t *testing.T) {
 	leaktest.Check(t)
 	p := newPort(t, "127.0.0.1:0", ServerOptions{})
-	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server, TTL: time.Second})
+	const ttl = 3 * time.Second
+	prefill := newBus(t, Options{Identity: named("P"), Server: p.Server, TTL: ttl})
 	register(t, prefill, "e")
 	lookup := func() error {
 		_, _, err := prefill.Lookup(ctxOf(t, within), core.Target{EngineID: "e"})
 		return err
 	}
-	// An entry lives longer than its TTL while it is renewed. On a starved machine it may end, and comes back.
-	for begin, since := time.Now(), time.Now(); time.Since(since) < 5*time.Second/2; time.Sleep(20 * time.Millisecond) {
+	// Each third of its TTL it is renewed: it is there from one renewal to the seventh after it, which is two TTLs. On a starved machine it
+	// may end, and comes back.
+	prefill.mu.Lock()
+	reg := prefill.reg
+	prefill.mu.Unlock()
+	renewed, renewals := uint64(0), 0
+	for begin := time.Now(); renewals < 7; time.Sleep(20 * time.Millisecond) {
 		err := lookup()
 		if err != nil && !errors.Is(err, core.ErrNotRegistered) {
 			t.Fatal(err)
 		}
-		if err != nil {
-			since = time.Now()
+		entry, e := prefill.homeLink().readChecked(ctxOf(t, within), reg.key)
+		switch {
+		case e != nil:
+			t.Fatal(e)
+		case err != nil || entry.agent == nil:
+			renewed, renewals = 0, 0
+		case entry.seq > renewed:
+			if renewed > 0 {
+				renewals++
+			}
+			renewed = entry.seq
 		}
-		if time.Since(begin) > 2*within {
-			t.Fatal("the entry of an agent that lives is never there for 2.5 TTLs")
+		if time.Since(begin) > 4*within {
+			t.Fatalf("the entry of an agent that lives was never there from one renewal to the seventh after it: %d", renewals)
 		}
 	}
-	prefill.mu.Lock()
-	reg := prefill.reg
-	prefill.mu.Unlock()
 	reg.stop()
 	<-reg.done
 	begin := time.Now()

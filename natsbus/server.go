@@ -65,8 +65,11 @@ type ServerOptions struct {
 	// MaxMemory bounds the registry's memory in bytes; 0 means 64 MiB.
 	MaxMemory int64
 	Logger    *zap.Logger
+	// Patience is for tests on a machine that stands still for seconds: how long a client may take to prove itself, and between
+	// two pings. 0 means 10 s and 2 s.
+	Patience time.Duration
 
-	proofWithin, ping time.Duration // tests only
+	proofWithin, ping time.Duration // tests only, and before Patience
 }
 
 // Server is a NATS server inside this process without a port of its own: peers
@@ -103,7 +106,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if opt.MaxMemory == 0 {
 		opt.MaxMemory = defaultMaxMemory
 	}
-	opt.proofWithin, opt.ping = cmp.Or(opt.proofWithin, defaultProof), cmp.Or(opt.ping, defaultServerPing)
+	opt.proofWithin, opt.ping = cmp.Or(opt.proofWithin, opt.Patience, defaultProof), cmp.Or(opt.ping, opt.Patience, defaultServerPing)
 	if opt.Identity == nil {
 		opt.Identity = NewIdentity()
 	}

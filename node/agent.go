@@ -31,9 +31,10 @@ type Options struct {
 	Reports Reports
 	Clock   core.Clock
 
-	rdma      openRDMA // tests only, as the next two
-	near      openLocal
-	firstWait time.Duration
+	rdma        openRDMA // tests only, as the next three
+	near        openLocal
+	firstWait   time.Duration
+	busPatience time.Duration // natsbus.Options.Patience
 }
 
 // Agent is one open kvconn instance. It makes its parts and gives each part the
@@ -80,7 +81,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 		return nil, err
 	}
 	a := newAgent(cfg, opt, sec.identity)
-	plane, err := openControlPlane(a.identity, &a.cfg, sec, a.log, a.completions.metrics)
+	plane, err := openControlPlane(a.identity, &a.cfg, sec, a.log, a.completions.metrics, opt.busPatience)
 	if err != nil {
 		a.cancel()
 		return nil, err

@@ -19,11 +19,12 @@ import (
 
 const registry = "KV_kvconn_ranks"
 
-// trioConfig is for agents of a cluster on a machine that also runs other tests.
+// trioConfig is for agents of a cluster. No election is so long that a peer counts as gone: what is no answer for that time is none of
+// the peer's silence. That a peer is gone, its port or the cluster says.
 func trioConfig(role, urls string) Config {
 	cfg := testConfig(role)
 	cfg.NATSURL, cfg.ConnectTimeout, cfg.CloseTimeout = urls, Seconds(nettest.ElectionBound), Seconds(10*time.Second)
-	cfg.PeerTimeout, cfg.StallTimeout = Seconds(10*time.Second), Seconds(2*nettest.ElectionBound)
+	cfg.PeerTimeout, cfg.StallTimeout = Seconds(nettest.ElectionBound), Seconds(2*nettest.ElectionBound)
 	cfg.EarlyLoad = Seconds(nettest.ElectionBound)
 	if role == RolePrefill {
 		cfg.AdvertiseHost = "127.0.0.1"
@@ -243,7 +244,7 @@ func replaced(t *testing.T, urls, transport string) {
 	t.Setenv("KVCONN_TEST_TRANSPORT", transport)
 	cfg := func(role string) Config {
 		cfg := forced(role, transport)
-		cfg.ConnectTimeout, cfg.PeerTimeout, cfg.CloseTimeout = Seconds(bound), Seconds(5*time.Second), Seconds(10*time.Second)
+		cfg.ConnectTimeout, cfg.PeerTimeout, cfg.CloseTimeout = Seconds(bound), Seconds(10*time.Second), Seconds(10*time.Second) // a claim of a cluster looks for the new one after PeerTimeout
 		cfg.NATSURL = urls
 		return cfg
 	}

@@ -5,7 +5,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/nats-io/nkeys"
 
@@ -41,7 +40,7 @@ func TestClusterWithKeys(t *testing.T) {
 	c := nettest.NewNATS(t, "-c", nettest.ClusterUsers(t, pk, dk, ek))
 	config := func(role, seed string) Config {
 		cfg := testConfig(role)
-		cfg.NATSURL, cfg.NATSNKeySeedFile, cfg.ConnectTimeout = c.URL(), seed, Seconds(10*time.Second)
+		cfg.NATSURL, cfg.NATSNKeySeedFile = c.URL(), seed
 		if role == RolePrefill {
 			cfg.AdvertiseHost, cfg.EngineID = "127.0.0.1", pk+"-p0"
 		} else {
@@ -96,7 +95,7 @@ func TestClusterOfBothRoles(t *testing.T) {
 	engine := func(seed, id string) *side {
 		t.Helper()
 		cfg := testConfig(RoleBoth)
-		cfg.EngineID, cfg.NATSURL, cfg.NATSNKeySeedFile, cfg.ConnectTimeout, cfg.AdvertiseHost = id, c.URL(), seed, Seconds(10*time.Second), "127.0.0.1"
+		cfg.EngineID, cfg.NATSURL, cfg.NATSNKeySeedFile, cfg.AdvertiseHost = id, c.URL(), seed, "127.0.0.1"
 		return open(t, cfg)
 	}
 	a, b := engine(as, ak+"-one"), engine(bs, bk+"-two")

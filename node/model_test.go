@@ -64,7 +64,7 @@ func (m model) regions(c *Config) (regions []kv.Region, cache []byte) {
 
 func (m model) open(t testing.TB, cfg Config) *rank {
 	t.Helper()
-	a, err := Open(cfg, Options{firstWait: bound})
+	a, err := Open(cfg, Options{firstWait: bound, busPatience: busPatience(cfg)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -150,10 +150,10 @@ func (m model) engine(t testing.TB, role string, n kv.Ranks, change func(c *Conf
 }
 
 // refused opens an agent whose registration must end with an error that says these parts. It asks until JoinTimeout, which
-// is longer again where a slow machine gave no answer within it.
+// is longer again where a slow machine gave no answer within it, more than a minute in the end.
 func (m model) refused(t *testing.T, says []string, config func() Config) {
 	t.Helper()
-	for wait := 700 * time.Millisecond; ; wait *= 8 {
+	for wait := 700 * time.Millisecond; ; wait *= 10 {
 		cfg := config()
 		cfg.JoinTimeout = Seconds(wait)
 		a, err := Open(cfg, Options{})
@@ -169,7 +169,7 @@ func (m model) refused(t *testing.T, says []string, config func() Config) {
 		if len(lacks) == 0 {
 			return
 		}
-		if wait > bound {
+		if wait > time.Minute {
 			t.Fatalf("%v does not say %q", err, lacks)
 		}
 	}

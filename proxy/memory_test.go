@@ -38,17 +38,21 @@ func TestMemoryIsFlat(t *testing.T) {
 		return m.HeapAlloc
 	}
 	serve(300)
-	before := heap()
-	serve(1500)
-	// Connections that are closing have their memory a moment longer. If the router kept 700 bytes for each request, they
-	// would stay.
-	var after uint64
-	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
-		if after = heap(); after <= before+1<<20 {
+	// Connections that are closing have their memory a moment longer, and what others in this process have may grow once. If the router
+	// kept 700 bytes for each request, the heap would grow with each 1500 of them.
+	said := []uint64{heap()}
+	for n := 0; ; n++ {
+		before := said[n]
+		serve(1500)
+		after := heap()
+		for end := time.Now().Add(patience); after > before+1<<20 && time.Now().Before(end); after = heap() {
+			time.Sleep(10 * time.Millisecond)
+		}
+		if said = append(said, after); after <= before+1<<20 {
 			break
 		}
-		if time.Now().After(end) {
-			t.Fatalf("the heap has %d bytes after 300 requests and %d after 1500 more", before, after)
+		if n == 2 {
+			t.Fatalf("the heap has so many bytes after 300 requests, and after each 1500 more: %d", said)
 		}
 	}
 }

@@ -39,7 +39,8 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 	kinds := fs.String("kinds", "", "only faults whose names begin so, in turn, separated by commas: SIGKILL,SIGSTOP")
 	fs.Uint64Var(&opt.Seed, "seed", uint64(time.Now().UnixNano()), "the seed of faults and transfers")
 	fs.BoolVar(&opt.Short, "short", false, "a run of a minute")
-	fs.BoolVar(&opt.Strict, "strict", false, "fail also for missed goals: a load reported later than 3 s after its P was killed, a transfer that failed for no fault")
+	fs.BoolVar(&opt.Strict, "strict", false, "fail also for missed goals: a load reported later than 3 s after its P was killed, a transfer that failed for no fault; "+
+		"a run that only misses goals is made once more, since other work on the machine may be why")
 	fs.StringVar(&opt.Transport, "transport", "tcp", "of the agents: auto, local, rdma or tcp, or several with commas, the preferred one first")
 	fs.StringVar(&opt.Memory, "memory", "host", "of the agents: host, or double: devices of the tests' own CUDA driver (KVCONN_LIBCUDA, else that of make gpu-double)")
 	fs.IntVar(&opt.Paths, "paths", 0, "how many RDMA paths of this machine --path-command may take off, from 0 on")
@@ -109,6 +110,10 @@ func runChaos(ctx context.Context, args []string, out io.Writer) error {
 		fmt.Fprintf(os.Stderr, "%s "+format+"\n", append([]any{time.Now().Format("15:04:05")}, args...)...)
 	}
 	res, err := chaos.Run(ctx, opt)
+	if err == nil && opt.Strict && !res.OK && len(res.Problems) == 0 {
+		opt.Progress("FLAKY, if it does not do so again, this run missed goals only:\n%s", strings.Join(res.Missed, "\n"))
+		res, err = chaos.Run(ctx, opt)
+	}
 	if err != nil {
 		return err
 	}

@@ -363,7 +363,7 @@ func TestStreamsOfOnePeer(t *testing.T) {
 // peers do not wait for that.
 func TestPeerThatNeverReads(t *testing.T) {
 	leaktest.Check(t)
-	p, d := newAgent(t, Config{StallTimeout: time.Second}), newAgent(t, Config{})
+	p, d := newAgent(t, Config{StallTimeout: 3 * time.Second}), newAgent(t, Config{})
 	stalled := dial(t, p)
 	stalled.say(p.hello(t, "stalled", 0, 1, 0))
 	grant := newRandom()
@@ -372,7 +372,7 @@ func TestPeerThatNeverReads(t *testing.T) {
 		move(t, p, d, core.TransferID(fmt.Sprint("beside", i)))
 	}
 	o := p.sink.Wait("written", "t", 1)
-	if !errors.Is(o.Err, core.ErrConnectionLost) || !strings.Contains(o.Err.Error(), "no progress for 1s") {
+	if !errors.Is(o.Err, core.ErrConnectionLost) || !strings.Contains(o.Err.Error(), "no progress for 3s") {
 		t.Fatalf("written: %+v", o)
 	}
 	until(t, "the loss is told", func() bool { return len(p.sink.All("down", "")) == 1 })

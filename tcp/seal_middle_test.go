@@ -87,8 +87,14 @@ const sealedBlocks = 4
 // sealedPair are two agents that encrypt, with one stream, P's memory painted and D's not.
 func sealedPair(t *testing.T) (p, d *agent) {
 	t.Helper()
-	p = newSizedAgent(t, Config{Encrypt: EncryptMust, DialTimeout: time.Second}, sealedBlocks, testBlock)
-	d = newSizedAgent(t, Config{Encrypt: EncryptMust, Streams: 1, DialTimeout: time.Second}, sealedBlocks, testBlock)
+	return sealedPairIn(t, bound)
+}
+
+// sealedPairIn is sealedPair of agents that wait so long for a stream of the other's.
+func sealedPairIn(t *testing.T, dial time.Duration) (p, d *agent) {
+	t.Helper()
+	p = newSizedAgent(t, Config{Encrypt: EncryptMust, DialTimeout: dial}, sealedBlocks, testBlock)
+	d = newSizedAgent(t, Config{Encrypt: EncryptMust, Streams: 1, DialTimeout: dial}, sealedBlocks, testBlock)
 	for i := range p.mem {
 		p.mem[i] = byte(i*7+i>>12) | 1
 	}
@@ -297,7 +303,7 @@ func TestForgedAnswer(t *testing.T) {
 // nothing from P, and D takes nothing that is not encrypted.
 func TestDowngrade(t *testing.T) {
 	leaktest.Check(t)
-	p, d := sealedPair(t)
+	p, d := sealedPairIn(t, time.Second) // P's write waits for it
 	m := between(t, p, func(_ int, from io.Reader, to io.Writer) {
 		b := take(from, headerSize+16+16)
 		b[7] = byte(frameHello)

@@ -87,12 +87,12 @@ func noSlots(t *testing.T, cfg Config) (p *agent, m *countedSlots, back func()) 
 // TestWaitForASlot: a frame that has not begun waits for as long as its transfer lives, in one place of the queue.
 func TestWaitForASlot(t *testing.T) {
 	leaktest.Check(t)
-	const stall = 200 * time.Millisecond
+	const stall = 2 * time.Second // also what its bytes may take then
 	p, m, back := noSlots(t, Config{StallTimeout: stall})
 	d := newAgent(t, Config{Streams: 1})
 	start(t, p, d, p.Endpoint(), "t", allBlocks(1))
 	until(t, "the frame waits", func() bool { return m.waits.Load() > 0 })
-	time.Sleep(3 * stall)
+	time.Sleep(2 * stall)
 	if n := m.waits.Load(); n != 1 {
 		t.Errorf("%d waits for one frame: its place in the queue is lost", n)
 	}

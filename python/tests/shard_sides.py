@@ -70,7 +70,7 @@ class OfRank:
         self.agent = kvconn.Agent(
             {
                 **agent_config(engine.config, caches, Rank(tp_rank, tp_size), shard=shard),
-                **{"engine_id": f"engine-{side.name}", "lease_s": 5, "peer_timeout_s": 15},
+                **{"engine_id": f"engine-{side.name}", "peer_timeout_s": 15},
                 **({} if side.name == "decode" else {"tcp_listen_host": "127.0.0.1", "bootstrap_join": join} if join else AT),
             }
         )

@@ -89,7 +89,7 @@ class Side:
         else:
             self.tensors = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout.LBHNC)
         name = {"kv_producer": "prefill", "kv_consumer": "decode"}[role]
-        self.agent = kvconn.Agent({"engine_id": f"engine-{name}", "role": name, "lease_s": 5, **(AT if name == "prefill" else {})})
+        self.agent = kvconn.Agent({"engine_id": f"engine-{name}", "role": name, "peer_timeout_s": 15, **(AT if name == "prefill" else {})})
         self.worker = WorkerSide(lambda: self.agent, 0.001, by_layers=True)
         self.worker.register(self.tensors, config, caches, Heads(1))
         self.failures: list[str] = []

@@ -79,7 +79,7 @@ class Side:
         facts = states.facts(self.engine.config, caches, 1)
         name = {"kv_producer": "prefill", "kv_consumer": "decode"}[role]
         self.agent = kvconn.Agent(
-            {"engine_id": f"engine-{name}", "role": name, "must_match": facts, "lease_s": 5, **(AT if name == "prefill" else {})}
+            {"engine_id": f"engine-{name}", "role": name, "must_match": facts, "peer_timeout_s": 15, **(AT if name == "prefill" else {})}
         )
         regions = make_regions(self.tensors, self.engine.config, caches, kvconn.regions_from_tensor, Heads(2))
         self.agent.register_kv_caches(regions)

@@ -251,7 +251,8 @@ def test_load_that_nobody_offers(decode: Side, transfer_id: str) -> None:
 
 
 def test_claim_outlives_the_lease(transfer_id: str) -> None:
-    prefill, decode = Side("prefill", lease_s=4).register(), Side("decode", peer_timeout_s=3).register()  # which renews each second
+    # It renews each three seconds, and has nine more for that. What ends the wait is the end of an offer that nobody renews.
+    prefill, decode = Side("prefill", lease_s=12).register(), Side("decode", peer_timeout_s=9).register()
     address = prefill.agent.bootstrap_address
     claim = kvconn.Claim(transfer_id, address, "engine-prefill")
     decode.agent.claim([claim])

@@ -86,7 +86,9 @@ def pattern() -> torch.Tensor:
 
 
 def opened(role: str, tensor: torch.Tensor) -> kvconn.Agent:
+    # Two processes import torch and write memory: a peer that is late is not gone.
     config: dict[str, object] = {"engine_id": f"torch-{role}", "role": role, "transport": "local"}
+    config |= {"connect_timeout_s": 60, "peer_timeout_s": 60}
     if role == "prefill":
         config |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
     agent = kvconn.Agent(config)

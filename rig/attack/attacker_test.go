@@ -169,7 +169,7 @@ func (s *session) answer(subject string, data []byte) (headers string, answer []
 	if err := s.publish(subject, in, data); err != nil {
 		return "", nil, err
 	}
-	_ = s.conn.SetReadDeadline(time.Now().Add(3 * time.Second))
+	_ = s.conn.SetReadDeadline(time.Now().Add(bound))
 	for {
 		line, err := s.br.ReadString('\n')
 		if err != nil {

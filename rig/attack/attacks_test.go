@@ -190,8 +190,7 @@ func TestAnswersThatWrite(t *testing.T) {
 func TestHostThatRenews(t *testing.T) { atBoth(t, hostThatRenews) }
 
 func hostThatRenews(t *scenario) {
-	p := t.startPlain("prefill", map[string]any{"peer_timeout_s": 10}) // the attacker and others use this machine too
-	d := t.startPlain("decode", map[string]any{"peer_timeout_s": 10})
+	p, d := t.startPlain("prefill", nil), t.startPlain("decode", nil)
 	calm := before(t, p, d)
 	many := &wire.Renew{}
 	for i := range 1024 {
@@ -255,7 +254,7 @@ func (s *scenario) floodAsHost(d *victim, req *wire.Request) {
 				}
 			}
 		}()
-		time.Sleep(bound) // the connection stays open
+		<-s.a.t.Context().Done() // the connection stays open
 	})
 	d.say("load mine 10 2 %s", address)
 	await(s, "subscription of decode's", flooding)
@@ -268,8 +267,8 @@ func (s *scenario) floodAsHost(d *victim, req *wire.Request) {
 func TestAnswersThatNobodyReads(t *testing.T) { atPorts(t, answersThatNobodyReads) }
 
 func answersThatNobodyReads(t *scenario) {
-	p := t.startPlain("prefill", nil)
-	d := t.startPlain("decode", map[string]any{"peer_timeout_s": 10}) // the attacker and others use this machine too
+	patient := map[string]any{"peer_timeout_s": 30} // prefill chews the flood when the first loads begin
+	p, d := t.startPlain("prefill", patient), t.startPlain("decode", patient)
 	calm := before(t, p, d)
 	many := &wire.Renew{}
 	for i := range 1024 {

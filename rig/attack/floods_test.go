@@ -1,6 +1,7 @@
 package attack
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -29,10 +30,14 @@ func beRouter(args []string) {
 	}
 	cfg, err := proxy.ParseArgs(args)
 	die(err)
-	cfg.Listening = func(at net.Addr) { die(json.NewEncoder(os.Stdout).Encode(said{Ready: true, Bootstrap: at.String()})) }
+	out := json.NewEncoder(os.Stdout)
+	cfg.Listening = func(at net.Addr) { die(out.Encode(said{Ready: true, Bootstrap: at.String()})) }
 	ctx, cancel := context.WithCancel(context.Background())
 	go func() {
-		_, _ = io.Copy(io.Discard, os.Stdin) // it ends with the test
+		for in := bufio.NewScanner(os.Stdin); in.Scan(); { // it ends with the test
+			free()
+			die(out.Encode(said{Call: "free"}))
+		}
 		cancel()
 	}()
 	die(proxy.Run(ctx, cfg, nil))

@@ -51,7 +51,7 @@ func (k natsKey) engine(name string) string { return k.public + "-" + name }
 
 // at is a victim's configuration at a NATS server.
 func (k natsKey) at(c *nettest.NATSServer, role string) map[string]any {
-	cfg := map[string]any{"role": role, "nats_url": c.URL(), "nats_nkey_seed_file": k.file, "connect_timeout_s": bound.Seconds()}
+	cfg := map[string]any{"role": role, "nats_url": c.URL(), "nats_nkey_seed_file": k.file}
 	if role == "decode" {
 		cfg["nats_js_prefix"] = natsRegistry
 	} else {
@@ -232,7 +232,7 @@ func TestTokenHolderAtANATSServer(t *testing.T) {
 		}
 	}
 	cfg := func(role string) map[string]any {
-		return map[string]any{"role": role, "nats_url": c.URL(), "nats_token": "right", "advertise_host": "127.0.0.1", "connect_timeout_s": bound.Seconds()}
+		return map[string]any{"role": role, "nats_url": c.URL(), "nats_token": "right", "advertise_host": "127.0.0.1"}
 	}
 	p := start(t, cfg("prefill"))
 	d := start(t, cfg("decode"))

@@ -89,7 +89,7 @@ func listen(t *testing.T, nc *nats.Conn) *ear {
 func TestObserverAtANATSServer(t *testing.T) {
 	c := nettest.NewNATS(t, "--auth", "right")
 	cfg := func(role string) map[string]any {
-		return map[string]any{"role": role, "nats_url": c.URL(), "nats_token": "right", "advertise_host": "127.0.0.1", "connect_timeout_s": bound.Seconds()}
+		return map[string]any{"role": role, "nats_url": c.URL(), "nats_token": "right", "advertise_host": "127.0.0.1"}
 	}
 	p := start(t, cfg("prefill"))
 	d := start(t, cfg("decode"))

@@ -8,9 +8,11 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -31,7 +33,10 @@ const (
 	numBlocks  = 64
 	blockBytes = 4096
 
-	bound = 15 * time.Second
+	// bound ends a hang. A machine that is four times slower needs less.
+	bound = time.Minute
+	// connectTimeout and peerTimeout are honest agents'. The attacker uses this machine too, so a peer that is slow is not gone.
+	connectTimeout, peerTimeout = 15, 10 // seconds
 )
 
 const (
@@ -191,6 +196,8 @@ func beVictim(text string) {
 			}
 			lines <- said{Call: "bytes", Bytes: count}
 			continue
+		case "free":
+			free()
 		case "stats":
 			now := a.Stats()
 			lines <- said{Call: "stats", Stats: &now}
@@ -203,6 +210,12 @@ func beVictim(text string) {
 		lines <- line
 	}
 	die(a.Close())
+}
+
+// free gives back what nothing refers to any more: what pools have is free after a second collection.
+func free() {
+	runtime.GC()
+	debug.FreeOSMemory()
 }
 
 // victim is a process with an agent.
@@ -237,13 +250,11 @@ func startOrdered(t testing.TB, order string, cfg map[string]any) *victim {
 // startAs starts a victim by a command.
 func startAs(t testing.TB, cmd *exec.Cmd, order string, cfg map[string]any) *victim {
 	t.Helper()
-	full := map[string]any{"engine_id": "p0", "transport": "tcp", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"}
-	if cfg["role"] == "decode" {
-		full = map[string]any{"engine_id": "d0", "transport": "tcp"}
+	full := map[string]any{"engine_id": "d0", "transport": "tcp", "connect_timeout_s": connectTimeout, "peer_timeout_s": peerTimeout}
+	if cfg["role"] != "decode" {
+		maps.Copy(full, map[string]any{"engine_id": "p0", "bootstrap_host": "127.0.0.1", "bootstrap_port": 0, "tcp_listen_host": "127.0.0.1"})
 	}
-	for k, v := range cfg {
-		full[k] = v
-	}
+	maps.Copy(full, cfg)
 	text, err := json.Marshal(full)
 	if err != nil {
 		t.Fatal(err)

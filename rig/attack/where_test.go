@@ -113,9 +113,9 @@ func (s *scenario) url() string {
 	return s.server.URL()
 }
 
-// config is an honest agent's. The attacker uses this machine too, so a peer that is slow is not gone.
+// config is an honest agent's.
 func (s *scenario) config(role string) map[string]any {
-	c := map[string]any{"role": role, "connect_timeout_s": bound.Seconds(), "peer_timeout_s": 10}
+	c := map[string]any{"role": role}
 	if s.cluster {
 		c["nats_url"] = s.url()
 	}

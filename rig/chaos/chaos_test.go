@@ -39,7 +39,7 @@ func run(t *testing.T, opt Options) *Result {
 		t.Fatal(err)
 	}
 	opt.Self, opt.Short, opt.quick, opt.Progress = []string{exe, engineArgument}, true, true, t.Logf
-	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
 	res, err := Run(ctx, opt)
 	if err != nil {
@@ -120,7 +120,7 @@ func TestVerdictTurnsRed(t *testing.T) {
 		sabotageMute:   "lost report",
 		sabotageTwice:  "is reported twice",
 	}
-	res := run(t, Options{Faults: 1, Seed: 7, sabotage: sortedKeys(broken), Parts: []string{"faults"}, drain: 5 * time.Second})
+	res := run(t, Options{Faults: 1, Seed: 7, sabotage: sortedKeys(broken), Parts: []string{"faults"}, drain: 20 * time.Second})
 	if res.OK || res.Wrong == 0 || res.Lost == 0 {
 		t.Errorf("the verdict is %v: %d wrong bytes, %d lost", res.OK, res.Wrong, res.Lost)
 	}

@@ -24,9 +24,10 @@ func tinyBlocks(lease, early float64) opening {
 	return opening{Lease: lease, EarlyLoad: early, MaxTransfers: 4096, Regions: 1, Blocks: 12_000, BlockBytes: 256}
 }
 
-// bigBlocks is an engine whose transfers do not fit into socket buffers.
+// bigBlocks is an engine whose transfers do not fit into socket buffers. Its peers share this machine with many others: one that is late
+// is not gone.
 func bigBlocks() opening {
-	return opening{Lease: leaseSeconds, EarlyLoad: earlySeconds, MaxTransfers: 4096, Regions: 4, Blocks: 512, BlockBytes: 64 << 10}
+	return opening{Lease: leaseSeconds, EarlyLoad: patientSeconds, PeerTimeout: patientSeconds, MaxTransfers: 4096, Regions: 4, Blocks: 512, BlockBytes: 64 << 10}
 }
 
 // with starts a fleet, does f, drains it and closes it.

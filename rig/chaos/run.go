@@ -48,6 +48,8 @@ type Options struct {
 const (
 	leaseSeconds = 4
 	earlySeconds = 3
+	// patientSeconds is for parts in which nobody is gone or silent for good.
+	patientSeconds = 15
 	// drainBound is how long after the last fault everything must have ended: a lease, two
 	// look-ups, and a good deal for a machine that is busy.
 	drainBound = 40 * time.Second

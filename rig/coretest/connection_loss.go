@@ -52,6 +52,7 @@ func receiverGone(t *testing.T, f Fixture) {
 			frozen = d.snapshot()
 		},
 		func(p, d *endpoint, dst [][]kv.BlockID) {
+			p.giveRest()
 			o := p.sink.Wait("written", "t", 1)
 			if o.Err == nil && len(d.sink.All("received", "t")) == 0 {
 				t.Errorf("written without an error, but the receiver was closed before the end")

@@ -23,6 +23,7 @@ type endpoint struct {
 	wrote  map[core.TransferID]int // calls of Write
 	closed bool
 	hub    *signalHub
+	rest   func() // gives what midTransfer has held back of its write; nil: nothing
 }
 
 func open(t *testing.T, f Fixture, id core.AgentID, specs []regionSpec) *endpoint {

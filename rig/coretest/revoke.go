@@ -37,6 +37,7 @@ func revokeDuring(t *testing.T, f Fixture) {
 			told = len(d.sink.All("received", "t"))
 		},
 		func(p, d *endpoint, dst [][]kv.BlockID) {
+			p.giveRest()
 			o := p.sink.Wait("written", "t", 1)
 			if told == 0 && o.Err == nil && o.Stats.Bytes != p.layout.Bytes(dst) {
 				t.Errorf("written without an error after %d bytes", o.Stats.Bytes)

@@ -277,7 +277,7 @@ func onePeerOfManyStreams(t *testing.T, impairment faultnet.Impairment) {
 			if n := s.of(func() int { return s.given[slow] }); n != last {
 				last, since = n, time.Now()
 			}
-			return time.Since(since) > time.Second
+			return time.Since(since) > 5*time.Second
 		})
 	}
 	before := [2]int{s.of(func() int { return s.given[slow] }), s.of(func() int { return s.given[honest] })}

@@ -26,7 +26,7 @@ import (
 const doubleDelay = 20
 
 // patience is what a copy may take on a machine where all runs are at once.
-const patience = 10 * time.Second
+const patience = time.Minute
 
 // gpus are the engine's side of the first two GPUs. A context stays until the process ends: to make one takes longer than most cases.
 var gpus = []func() *engine.Engine{of(0), of(1)}

@@ -101,7 +101,7 @@ void test_races(void) {
     with += !holds(&x, 2000u + (unsigned)i);
   }
   printf("a copy without the event: %d of %d wrong; with it: %d\n", without[0] + without[1], rounds, with);
-  EXPECT(without[0] > 0 && without[1] == rounds / 4 && !with);
+  EXPECT(without[1] == rounds / 4 && !with); /* who is first in the other rounds, the scheduler says */
   end_pair(&x);
 }
 
