@@ -38,7 +38,7 @@ func connect(bus *common, to endpoint) (*link, error) {
 	opts := []nats.Option{
 		nats.Name(clientName + string(l.id)), nats.CustomInboxPrefix(inboxOf(l.id) + "." + randomName()),
 		nats.SetCustomDialer(l.dial), nats.SkipHostLookup(), nats.Timeout(opt.ConnectTimeout),
-		nats.PingInterval(opt.linkPing), nats.MaxPingsOutstanding(2), nats.FlusherTimeout(writeWait),
+		nats.PingInterval(opt.PingInterval), nats.MaxPingsOutstanding(2), nats.FlusherTimeout(writeWait),
 		nats.MaxReconnects(-1), nats.CustomReconnectDelay(l.delay),
 		nats.ReconnectBufSize(-1), nats.IgnoreAuthErrorAbort(),
 		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) { l.disconnected(err) }),

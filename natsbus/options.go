@@ -67,10 +67,10 @@ type Options struct {
 	// ConnectTimeout bounds the making of a connection; 0 means 3 s.
 	ConnectTimeout time.Duration
 	Logger         *zap.Logger
-	// Patience is for tests on a machine that stands still for seconds: how long it is between two pings. 0 means 1 s.
-	Patience time.Duration
+	// PingInterval is the time between two pings of a connection; two that are not answered end it. 0 means 1 s.
+	PingInterval time.Duration
 
-	linkIdle, linkPing, sweep, sweepMost time.Duration // tests only
+	linkIdle, sweep, sweepMost time.Duration // tests only
 }
 
 // CheckCluster checks the URLs of a cluster, separated by commas, and returns a
@@ -140,6 +140,6 @@ func (o *Options) complete() error {
 	if o.linkIdle == 0 {
 		o.linkIdle = defaultIdle
 	}
-	o.linkPing, o.sweep, o.sweepMost = cmp.Or(o.linkPing, o.Patience, defaultPing), cmp.Or(o.sweep, defaultSweep), cmp.Or(o.sweepMost, sweepAtMost)
+	o.PingInterval, o.sweep, o.sweepMost = cmp.Or(o.PingInterval, defaultPing), cmp.Or(o.sweep, defaultSweep), cmp.Or(o.sweepMost, sweepAtMost)
 	return nil
 }

@@ -65,11 +65,9 @@ type ServerOptions struct {
 	// MaxMemory bounds the registry's memory in bytes; 0 means 64 MiB.
 	MaxMemory int64
 	Logger    *zap.Logger
-	// Patience is for tests on a machine that stands still for seconds: how long a client may take to prove itself, and between
-	// two pings. 0 means 10 s and 2 s.
-	Patience time.Duration
-
-	proofWithin, ping time.Duration // tests only, and before Patience
+	// AuthTimeout is how long a client may take to prove itself; 0 means 10 s. A client that leaves two pings unanswered
+	// is gone; PingInterval is the time between them, and 0 means 2 s.
+	AuthTimeout, PingInterval time.Duration
 }
 
 // Server is a NATS server inside this process without a port of its own: peers
@@ -106,7 +104,7 @@ func StartServer(opt ServerOptions) (*Server, error) {
 	if opt.MaxMemory == 0 {
 		opt.MaxMemory = defaultMaxMemory
 	}
-	opt.proofWithin, opt.ping = cmp.Or(opt.proofWithin, opt.Patience, defaultProof), cmp.Or(opt.ping, opt.Patience, defaultServerPing)
+	opt.AuthTimeout, opt.PingInterval = cmp.Or(opt.AuthTimeout, defaultProof), cmp.Or(opt.PingInterval, defaultServerPing)
 	if opt.Identity == nil {
 		opt.Identity = NewIdentity()
 	}
@@ -143,9 +141,9 @@ func StartServer(opt ServerOptions) (*Server, error) {
 		MaxSubs:                    maxSubs,
 		MaxClosedClients:           1, // nobody asks who has gone
 		MaxPending:                 maxPending,
-		AuthTimeout:                opt.proofWithin.Seconds(),
+		AuthTimeout:                opt.AuthTimeout.Seconds(),
 		CustomClientAuthentication: auth,
-		PingInterval:               opt.ping,
+		PingInterval:               opt.PingInterval,
 		MaxPingsOut:                2,
 		WriteDeadline:              writeWait,
 	})

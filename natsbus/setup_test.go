@@ -94,7 +94,7 @@ func freeAddr(t testing.TB) string {
 func newSecurePort(t testing.TB, addr string, opt ServerOptions, secure *tls.Config) *port {
 	t.Helper()
 	// A process that stands still for seconds is no attacker, and no dead peer.
-	opt.proofWithin, opt.ping = cmp.Or(opt.proofWithin, time.Hour), cmp.Or(opt.ping, time.Hour)
+	opt.AuthTimeout, opt.PingInterval = cmp.Or(opt.AuthTimeout, time.Hour), cmp.Or(opt.PingInterval, time.Hour)
 	s, err := StartServer(opt)
 	if err != nil {
 		t.Fatal(err)
@@ -131,7 +131,7 @@ func (p *port) stop() {
 
 func newBus(t testing.TB, opt Options) *Bus {
 	t.Helper()
-	opt.linkPing, opt.ConnectTimeout = cmp.Or(opt.linkPing, time.Hour), cmp.Or(opt.ConnectTimeout, within)
+	opt.PingInterval, opt.ConnectTimeout = cmp.Or(opt.PingInterval, time.Hour), cmp.Or(opt.ConnectTimeout, within)
 	b, err := Open(opt)
 	if err != nil {
 		t.Fatal(err)

@@ -117,7 +117,7 @@ func (w *simWorld) openPort() {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	w.server = &Server{opt: ServerOptions{Identity: p, Token: w.token, proofWithin: defaultProof}, log: nopLog, authenticator: w.net.auth, tls: secure,
+	w.server = &Server{opt: ServerOptions{Identity: p, Token: w.token, AuthTimeout: defaultProof}, log: nopLog, authenticator: w.net.auth, tls: secure,
 		unanswered: newBudget(1 << 20), unread: newBudget(1 << 20), queries: newRegistryQueries(), clients: newClients(6), inside: w.net.dial}
 	w.addAgent(p, "P", endpoint{kind: homeLink, name: "home", urls: inProcess, open: w.server.dialContext}, func(b *Bus) { b.opt.Server = w.server })
 	for i := range 3 {

@@ -69,7 +69,7 @@ func TestSilentServer(t *testing.T) {
 	serve(prefill)
 	register(t, prefill, "e")
 	px := newProxy(t, p.addr)
-	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Hour, linkPing: time.Second})
+	decode := newBus(t, Options{Identity: named("D"), ConnectTimeout: time.Hour, PingInterval: time.Second})
 	target := core.Target{Bootstrap: "http://" + px.Addr().String(), EngineID: "e"}
 	_, via, err := decode.Lookup(ctxOf(t, within), target)
 	if err != nil {

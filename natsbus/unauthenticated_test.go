@@ -205,7 +205,7 @@ func entered(t testing.TB, p *port) (id core.AgentID) {
 func TestHandshakesAreBounded(t *testing.T) {
 	leaktest.Check(t)
 	log, logs := observed()
-	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right", MaxConns: 1, Logger: log, proofWithin: 2 * time.Second})
+	p := newPort(t, "127.0.0.1:0", ServerOptions{Token: "right", MaxConns: 1, Logger: log, AuthTimeout: 2 * time.Second})
 	_, _, br := rawUpgrade(t, p.addr, good+"SUB > 1\r\n")
 	if text, _ := io.ReadAll(br); strings.Contains(string(text), "+OK") {
 		t.Fatalf("%q", text)

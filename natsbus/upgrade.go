@@ -83,7 +83,7 @@ func (s *Server) handshake(u *clientConn, peer net.Conn, head *bufio.Reader) (*t
 		return nil, client{}, errEvicted
 	}
 	// This replaces the HTTP server's deadlines, which stay on a hijacked connection.
-	if err := peer.SetDeadline(time.Now().Add(s.opt.proofWithin)); err != nil {
+	if err := peer.SetDeadline(time.Now().Add(s.opt.AuthTimeout)); err != nil {
 		return nil, client{}, fmt.Errorf("%w: %w", io.EOF, err) // closed already
 	}
 	if _, err := io.WriteString(peer, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+protocol+"\r\n\r\n"); err != nil {
@@ -96,7 +96,7 @@ func (s *Server) handshake(u *clientConn, peer net.Conn, head *bufio.Reader) (*t
 	case s.clients.evicted(u):
 		err = errEvicted
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		err = fmt.Errorf("it did not prove itself within %v", s.opt.proofWithin)
+		err = fmt.Errorf("it did not prove itself within %v", s.opt.AuthTimeout)
 	}
 	return conn, who, err
 }

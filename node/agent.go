@@ -31,10 +31,10 @@ type Options struct {
 	Reports Reports
 	Clock   core.Clock
 
-	rdma        openRDMA // tests only, as the next three
-	near        openLocal
-	firstWait   time.Duration
-	busPatience time.Duration // natsbus.Options.Patience
+	rdma      openRDMA // tests only, as the next three
+	near      openLocal
+	firstWait time.Duration
+	bus       busTimes
 }
 
 // Agent is one open kvconn instance. It makes its parts and gives each part the
@@ -81,7 +81,7 @@ func Open(cfg Config, opt Options) (*Agent, error) {
 		return nil, err
 	}
 	a := newAgent(cfg, opt, sec.identity)
-	plane, err := openControlPlane(a.identity, &a.cfg, sec, a.log, a.completions.metrics, opt.busPatience)
+	plane, err := openControlPlane(a.identity, &a.cfg, sec, a.log, a.completions.metrics, opt.bus)
 	if err != nil {
 		a.cancel()
 		return nil, err

@@ -64,7 +64,7 @@ func (m model) regions(c *Config) (regions []kv.Region, cache []byte) {
 
 func (m model) open(t testing.TB, cfg Config) *rank {
 	t.Helper()
-	a, err := Open(cfg, Options{firstWait: bound, busPatience: busPatience(cfg)})
+	a, err := Open(cfg, Options{firstWait: bound, bus: busFor(cfg)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -31,8 +31,12 @@ type controlPlane struct {
 	joined  *joinedRanks // ranks that have joined; nil without nats
 }
 
+// busTimes are of the control plane's connections: what a client may take to prove itself, and the time between two pings. 0 are
+// natsbus's own.
+type busTimes struct{ auth, ping time.Duration }
+
 // openControlPlane's metrics are nil where no port is served.
-func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log *zap.Logger, metrics *metrics, patience time.Duration) (_ *controlPlane, err error) {
+func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log *zap.Logger, metrics *metrics, bus busTimes) (_ *controlPlane, err error) {
 	p := &controlPlane{cfg: c, sec: sec}
 	defer func() {
 		if err != nil {
@@ -43,7 +47,8 @@ func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log 
 	}()
 	extra := map[string]http.Handler{}
 	if c.servesNATS() {
-		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Identity: identity, Token: p.sec.token, JoinToken: p.sec.join, NKeys: c.NATSNKeys, Logger: log.Named("nats"), Patience: patience})
+		p.nats, err = natsbus.StartServer(natsbus.ServerOptions{Identity: identity, Token: p.sec.token, JoinToken: p.sec.join, NKeys: c.NATSNKeys, Logger: log.Named("nats"),
+			AuthTimeout: bus.auth, PingInterval: bus.ping})
 		if err != nil {
 			return nil, err
 		}
@@ -68,7 +73,7 @@ func openControlPlane(identity *natsbus.Identity, c *Config, sec *security, log 
 	}
 	p.bus, err = natsbus.Open(natsbus.Options{Identity: identity, Server: p.nats, ClusterURL: c.NATSURL, Join: c.BootstrapJoin, JoinTimeout: time.Duration(c.JoinTimeout),
 		Replicas: c.NATSReplicas, JSPrefix: c.NATSJSPrefix, Token: p.sec.token, JoinToken: p.sec.join, Seed: p.sec.seed, TLS: p.sec.client, OnlyTLS: c.TLSCAFile != "", Allow: p.sec.allow.enter,
-		ConnectTimeout: time.Duration(c.ConnectTimeout), Logger: log.Named("bus"), Patience: patience})
+		ConnectTimeout: time.Duration(c.ConnectTimeout), Logger: log.Named("bus"), PingInterval: bus.ping})
 	if err != nil {
 		return nil, err
 	}

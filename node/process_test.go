@@ -55,7 +55,7 @@ func runRole(role, address string) (string, error) {
 		fmt.Sscan(address, &cfg.BootstrapPort)
 		fmt.Sscan(os.Getenv("KVCONN_TEST_TCP_PORT"), &cfg.TCPPort)
 	}
-	a, err := Open(cfg, Options{busPatience: busPatience(cfg)})
+	a, err := Open(cfg, Options{bus: busFor(cfg)})
 	if err != nil {
 		return "", err
 	}

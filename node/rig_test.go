@@ -54,17 +54,17 @@ func soon(c *Config) {
 	c.PeerTimeout, c.ConnectTimeout = Seconds(1500*time.Millisecond), Seconds(core.DefaultConnectTimeout)
 }
 
-// busPatience keeps an agent's connections, though the machine stands still, as long as its peers may be silent: see soon.
-func busPatience(c Config) time.Duration {
+// busFor keeps an agent's connections, though the machine stands still, if its peers may be silent for long: see soon.
+func busFor(c Config) busTimes {
 	if c.PeerTimeout < testConfig("").PeerTimeout {
-		return 0 // the product's
+		return busTimes{} // the product's
 	}
-	return time.Hour
+	return busTimes{auth: time.Hour, ping: time.Hour}
 }
 
 func open(t testing.TB, cfg Config) *side {
 	t.Helper()
-	a, err := Open(cfg, Options{busPatience: busPatience(cfg)})
+	a, err := Open(cfg, Options{bus: busFor(cfg)})
 	if err != nil {
 		t.Fatal(err)
 	}
