@@ -87,7 +87,7 @@ docs: | tools ## the pages as a site, build/_site, with their links checked
 
 # --- tests --------------------------------------------------------------------
 
-test: lint gpu-double test-go side-by-side attacks ## all tests that need no vLLM
+test: lint gpu-double test-go test-chaos side-by-side attacks ## all tests that need no vLLM
 
 # What takes no figures, and leaves a processor idle for half of its time, runs two at a time. What several need is built before.
 side-by-side: cmd wheel | tools
@@ -101,11 +101,13 @@ AT_ONCE := $(shell echo $$(($$(nproc) + 4)))
 # rig/attack is not among them: its figures are of machines without a race detector, and `make attack` has it to itself. The
 # tests of node, natsbus and tcp have the same code under the race detector.
 # Up to three tests that fail without a race or a panic run once more, alone, at the end, and are told as flaky if they pass.
-# First all is compiled: the compiler would be the busy neighbour of the tests that run first. rig/chaos runs after all others, alone:
-# its agents are processes, and the peers of one that gets no processor are right to take it for gone.
+# First all is compiled: the compiler would be the busy neighbour of the tests that run first.
 test-go: | tools ## Go, with the race detector and the invariants on
 	@$(STAGE) go-compile bash -c '$(GO) list -race -tags invariants -test -deps -export ./... >/dev/null; $(GO) list -tags faults -test -deps -export ./cuda >/dev/null' || :
 	@$(STAGE) go scripts/test-go.sh go $(GO) -p $(AT_ONCE) -race -tags invariants -timeout 20m -- $(LONGEST) $$($(GO) list ./... | grep -v -e /rig/attack$$ -e /rig/chaos$$)
+
+# rig/chaos runs alone: its agents are processes, and the peers of one that gets no processor are right to take it for gone.
+test-chaos: | tools ## the tests of rig/chaos, as test-go
 	@$(STAGE) go-chaos scripts/test-go.sh go-chaos $(GO) -race -tags invariants -timeout 20m -- ./rig/chaos
 
 # core and kv have no goroutines of their own. Their long tests and the simulator run here, ten times as fast.
@@ -186,4 +188,4 @@ quick: $(VENV)/stamp | tools ## before the whole check: the style, the pages, th
 clean: ## removes what was built, but not the environments
 	rm -rf $(BUILD) dist licenses python/*.egg-info .demo
 
-.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test side-by-side test-go test-core bench-once test-c test-wheel attacks referee gpu-double gpu-kit soak fuzz mutants rdma-test environments e2e e2e-sglang e2e-versions lint quick clean chaos
+.PHONY: help tools attack lib cmd rig licenses wheel generate install demo bench test side-by-side test-go test-chaos test-core bench-once test-c test-wheel attacks referee gpu-double gpu-kit soak fuzz mutants rdma-test environments e2e e2e-sglang e2e-versions lint quick clean chaos

@@ -373,8 +373,8 @@ func TestFlushThatIsNotAnswered(t *testing.T) {
 	}
 }
 
-// TestFlushBesideClosing: a transport that is closed flushes, and waits for the driver no longer than half of the time of a close. A flush that
-// begins later has the time of a close.
+// TestFlushBesideClosing: a transport that is closed flushes. Once half of the time of a close is over, each flush has the time of a close, also
+// one that has begun before.
 func TestFlushBesideClosing(t *testing.T) {
 	e, d := open(t, Options{StallTimeout: time.Hour, CloseTimeout: 400 * time.Millisecond})
 	d.info.WritesOrdered, d.info.FlushOnHost = false, true
@@ -403,5 +403,54 @@ func TestFlushBesideClosing(t *testing.T) {
 	unblock()
 	if err := answer(t, flushed); err != nil {
 		t.Errorf("a flush that the driver answers: %v", err)
+	}
+}
+
+// TestFlushAcrossHalfway: half of the time of a close is over while a flush is under way. If the driver answers then, the flush ends well.
+func TestFlushAcrossHalfway(t *testing.T) {
+	e, d := open(t, Options{StallTimeout: time.Hour, CloseTimeout: time.Hour})
+	d.info.WritesOrdered, d.info.FlushOnHost = false, true
+	unblock := sync.OnceFunc(e.Unblock)
+	t.Cleanup(unblock)
+	blockFlushes(e)
+	flushed := make(chan error, 1)
+	go func() { flushed <- d.Flush() }()
+	for e.Count("blocked") == 0 {
+		runtime.Gosched()
+	}
+	d.closing.Do(func() {
+		d.closeTimer = time.NewTimer(time.Hour)
+		d.until = time.Now().Add(patience)
+	})
+	close(d.halfway)
+	select {
+	case err := <-flushed:
+		t.Fatalf("the flush has ended with the half of a close: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	unblock()
+	if err := answer(t, flushed); err != nil {
+		t.Errorf("a flush that the driver answers: %v", err)
+	}
+}
+
+// TestFlushOfAStoppedProcess: when a process goes on that was stopped, the last step of a flush's time and the driver's answer may both be there.
+// Then the flush has ended. While a process is stopped, no more than one step passes.
+func TestFlushOfAStoppedProcess(t *testing.T) {
+	answered, ticks := make(chan struct{}), make(chan time.Time, 1)
+	close(answered)
+	for range 100 {
+		if len(ticks) == 0 {
+			ticks <- time.Now()
+		}
+		w := &flushWait{step: &time.Ticker{C: ticks}, left: 1}
+		if !w.until(answered) {
+			t.Fatal("a flush that was answered counts as late")
+		}
+	}
+	w := (&Device{flushBound: time.Hour, o: Options{CloseTimeout: time.Hour}, stuck: make(chan struct{})}).waitForFlush()
+	w.step.Stop()
+	if w.left < 2 {
+		t.Errorf("the time of a flush passes in %d steps", w.left)
 	}
 }

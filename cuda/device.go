@@ -69,7 +69,7 @@ type Device struct {
 	left       chan struct{} // closed when the device is closed and no such call is under way
 	closed     atomic.Bool
 	failure    atomic.Pointer[error] // for good
-	flushes    chan struct{}         // holds one while a flush is under way
+	flushes    chan struct{}         // holds one while no flush is under way
 	flushBound time.Duration         // of a device that is not stuck: StallTimeout
 	halfway    chan struct{}         // closed when half of the time of a close is over
 	stuck      chan struct{}         // closed when the failure is that copies do not end: they may yet land
@@ -124,6 +124,7 @@ func Open(ordinal int, o Options) (*Device, error) {
 		return nil, err
 	}
 	d := &Device{drv: drv, info: info, o: o, waits: map[uint8]*streamWaits{}, stuck: make(chan struct{}), flushes: make(chan struct{}, 1), flushBound: o.StallTimeout, halfway: make(chan struct{}), left: make(chan struct{})}
+	d.flushes <- struct{}{}
 	d.known.Store(&[]mapping{})
 	d.foreign.Store(&[]mapping{})
 	return d, nil

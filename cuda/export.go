@@ -59,7 +59,8 @@ func (d *Device) Flushable() error {
 // When Flush has returned, all that a card had written to the device's memory before the call is seen
 // by work that is launched later. A device that orders such writes by itself needs nothing. Flush also works on a device that does
 // not end a copy: a card's bytes may be on their way to blocks that are given back. Flush takes at most StallTimeout, or CloseTimeout on
-// such a device and once half of the time of a close is over. If the error wraps core.ErrMayLand, nothing was flushed, and the device may still answer.
+// such a device. Once half of the time of a close is over, Flush takes CloseTimeout at most from then on. If the error wraps
+// core.ErrMayLand, nothing was flushed, and the device may still answer.
 func (d *Device) Flush() error {
 	if err := d.Flushable(); err != nil {
 		return err
@@ -74,35 +75,70 @@ func (d *Device) Flush() error {
 		}
 		return err // of a device that has failed
 	}
-	began, bound, hurry := time.Now(), d.flushBound, d.halfway
-	if d.isStuck() || d.isHalfway() {
-		bound, hurry = d.o.CloseTimeout, nil
-	}
-	late := time.NewTimer(fault.Pick("gpu-flush-unbound", bound, 24*time.Hour))
-	defer late.Stop()
-	select {
-	case d.flushes <- struct{}{}: // a flush that is not answered keeps a thread
-	case <-late.C:
+	w := d.waitForFlush()
+	defer w.step.Stop()
+	if !w.until(d.flushes) { // a flush that is not answered keeps a thread
 		d.leave()
-		return d.unflushed(began)
-	case <-hurry:
-		d.leave()
-		return d.unflushed(began)
+		return d.unflushed(w.began)
 	}
-	done := make(chan error, 1)
+	var err error
+	done := make(chan struct{})
 	safe.Go("cuda flush", func() {
 		defer d.leave()
-		_, err := safe.Try("cuda flush", d.flush)
-		<-d.flushes
-		done <- err
+		_, err = safe.Try("cuda flush", d.flush)
+		d.flushes <- struct{}{}
+		close(done)
 	})
-	select {
-	case err := <-done:
-		return err
-	case <-late.C:
-	case <-hurry:
+	if !w.until(done) {
+		return d.unflushed(w.began)
 	}
-	return d.unflushed(began)
+	return err
+}
+
+// flushSteps is in how many steps the bound of a flush passes. If this process was stopped meanwhile, it loses one step, and not the bound.
+const flushSteps = 8
+
+// flushWait is the time that one flush has.
+type flushWait struct {
+	d     *Device
+	began time.Time
+	step  *time.Ticker
+	left  int             // steps
+	hurry <-chan struct{} // nil: the time is CloseTimeout
+}
+
+func (d *Device) waitForFlush() *flushWait {
+	w := &flushWait{d: d, began: time.Now(), left: flushSteps, hurry: d.halfway}
+	bound := d.flushBound
+	if d.isStuck() || d.isHalfway() {
+		bound, w.hurry = d.o.CloseTimeout, nil
+	}
+	w.step = time.NewTicker(fault.Pick("gpu-flush-unbound", bound, 24*time.Hour) / flushSteps)
+	return w
+}
+
+// until waits for c. It returns false if the flush's time is over.
+func (w *flushWait) until(c <-chan struct{}) bool {
+	for {
+		select {
+		case <-c:
+			return true
+		case <-w.hurry:
+			w.hurry, w.left = nil, flushSteps
+			w.step.Reset(fault.Pick("gpu-flush-unbound", w.d.o.CloseTimeout, 24*time.Hour) / flushSteps)
+		case <-w.step.C:
+			w.left--
+		}
+		if w.left > 0 {
+			continue
+		}
+		select {
+		case <-c: // both were there
+			return true
+		default:
+			return false
+		}
+	}
 }
 
 func (d *Device) unflushed(began time.Time) error {

@@ -114,8 +114,10 @@ func outliveLeader(t *testing.T, at [3]int) {
 	held.load("large", from, large...)
 	until(t, "half of the bytes are here", way.Holds)
 	// Loads of announced requests and claims wait.
-	ds := map[string]*side{"held": held, "free": free}
+	ds, renewals := map[string]*side{"held": held, "free": free}, map[string]*countingBus{}
 	for name, d := range ds {
+		renewals[name] = &countingBus{Bus: d.bus, kind: wire.KindRenew}
+		setBus(d.Agent, renewals[name])
 		d.claim(from, core.TransferID("claim of "+name))
 		announce(t, p, core.TransferID("load of "+name))
 		d.load(core.TransferID("load of "+name), from, 25)
@@ -154,6 +156,10 @@ func outliveLeader(t *testing.T, at [3]int) {
 	leader.Start()
 	c.StreamLeader(registry)
 	for name, d := range ds {
+		if at == [3]int{} { // a renewal is due each 10 s
+			so := renewals[name].answered.Load()
+			until(t, "it renews after the election", func() bool { return renewals[name].answered.Load() > so })
+		}
 		p.fill(byte(len(name)), 26, 27)
 		p.offer(core.TransferID("load of "+name), 26)
 		d.want(core.TransferID("load of "+name), core.OK)

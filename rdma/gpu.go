@@ -248,7 +248,12 @@ func (t *Transport) flush(s gpuSet) error {
 	if err == nil {
 		return nil
 	}
-	err = fmt.Errorf("rdma: what was written to a GPU's memory cannot be flushed: %w", err)
+	return fmt.Errorf("rdma: what was written to a GPU's memory cannot be flushed: %w", err)
+}
+
+// flushBlocks is flush of an engine's blocks: if bytes may yet land there, Close says so.
+func (t *Transport) flushBlocks(s gpuSet) error {
+	err := t.flush(s)
 	if errors.Is(err, core.ErrMayLand) {
 		t.mayLand(err)
 	}
@@ -346,7 +351,7 @@ func byGPUs(list []*expect, f func(gpus gpuSet, list []*expect)) {
 // landed says whether bytes that have arrived in the GPUs' memory may be used.
 func (t *Transport) landed(s gpuSet) error {
 	if !defect.On("rdma-flush") {
-		if err := t.flush(s); err != nil {
+		if err := t.flushBlocks(s); err != nil {
 			return err
 		}
 	}
@@ -362,7 +367,7 @@ func (t *Transport) flushEnded(s gpuSet) error {
 	if defect.On("rdma-flush-revoked") {
 		return nil
 	}
-	err := t.flush(s)
+	err := t.flushBlocks(s)
 	if err != nil {
 		t.log.Warn("rdma: a transfer that has failed is not flushed", zap.Error(err))
 	}

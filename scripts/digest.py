@@ -4,8 +4,8 @@
 All of the check took SECONDS, which is less than the sum of its stages where some ran side by side.
 
 Prints at most 60 lines: each failed test with its own lines, each data race's first stack, each failed command, the tests that
-failed once and then passed alone (FLAKY), what was not run, and how long each stage took and kept processors busy. The exit status
-is 1 if a stage has failed, or if more than three tests were flaky.
+failed once and then passed alone (FLAKY), what was not run, what passed though some tries were LATE, and how long each stage took and
+kept processors busy. The exit status is 1 if a stage has failed, or if more than three tests were flaky.
 """
 
 from __future__ import annotations
@@ -133,6 +133,17 @@ def not_run(folder: Path, stage: Stage) -> list[str]:
     return [f"NOT RUN {stage.name}: {line}" for line in dict.fromkeys(said)]
 
 
+def late(folder: Path, stage: Stage) -> list[str]:
+    """What rig/timed and its like say of tests that have passed in a later try."""
+    said = [
+        f"LATE {stage.name}: {event.get('Test', '')}: {event['Output'].partition('LATE: ')[2].strip()}"
+        for run in go_runs(folder, stage)
+        for event in run
+        if "LATE: " in event.get("Output", "")
+    ]
+    return list(dict.fromkeys(said))
+
+
 def go_runs(folder: Path, stage: Stage) -> list[list[dict[str, str]]]:
     """What `go test -json` said, for each run, with an empty line after it if there are several; nothing of a stage that ran something
     else."""
@@ -154,6 +165,8 @@ def results(folder: Path, stage: Stage) -> tuple[list[Failure], list[Failure]]:
         failed, flaky = failed + bad, flaky + unsteady
     if not runs and "short test summary info" in text:
         failed, flaky = pytest_results(text)
+    elif not runs:
+        flaky = [Failure(line.removeprefix("FLAKY "), []) for line in text.splitlines() if line.startswith("FLAKY ")]
     if stage.status and not failed:
         failed = log_failures(text)
     elif runs and (commands := [line for line in dict.fromkeys(text.splitlines()) if COMMAND_FAILED.match(line)]):
@@ -184,6 +197,7 @@ def digest(folder: Path, took: int = 0) -> tuple[list[str], bool]:
     bad = [s for s in ran if s.status]
     lines = [f"RED {s.name}: exit status {s.status}: {s.command}" for s in bad]
     lines += [line for stage in ran for line in not_run(folder, stage)][:8]
+    lines += [line for stage in ran for line in late(folder, stage)][:8]
     room = MOST_LINES - len(times) - len(lines) - 3
     parts = sum(bool(f) for _, failed, fl in found for f in (failed, fl)) or 1
     for stage, failed, fl in found:

@@ -33,6 +33,8 @@ func TestOnce(t *testing.T) {
 		t.Error("the first time")
 	}
 }
+
+func TestLate(t *testing.T) { t.Logf("LATE: it took %v before it took %v", "[4s]", "1s") }
 """
 
 RACE = """package racy
@@ -95,6 +97,7 @@ def test_go(check: Path, tmp_path: Path) -> None:
     assert "FLAKY go: sample TestOnce\n    x_test.go:19: the first time" in text
     assert "TestGood" not in text
     assert text.count("NOT RUN go: no kernel") == 1
+    assert "LATE go: TestLate: it took [4s] before it took 1s" in text
     assert "FAILED race: data race in racy TestRace\n    Read at" in text or "FAILED race: data race in racy TestRace\n    Write at" in text
 
 
@@ -171,11 +174,13 @@ def test_command(check: Path) -> None:
     assert stage("busy", sys.executable, "-c", "import time\nwhile time.process_time() < 2: pass") == 0
     assert stage("broken", "sh", "-c", "echo before; echo 'error: no such thing' >&2; exit 7") == 7
     assert stage("killed", "sh", "-c", "kill -9 $$") == 137
+    assert stage("twice", "sh", "-c", "echo 'FLAKY in the first run: later than 3s'; echo OK") == 0
     assert stage("skipped", "sh", "-c", "for i in 1 2; do echo '## pairs: NOT RUN: no index'; done") == 0
     lines, good = digest.digest(check)
     text = "\n".join(lines)
     assert not good
     assert text.count("NOT RUN skipped: pairs: NOT RUN: no index") == 1
+    assert "1 flaky" in lines[0] and "FLAKY twice: in the first run: later than 3s" in text
     assert "RED broken: exit status 7: " in text and "error: no such thing" in text
     assert "RED killed: exit status 137" in text
     assert lines[1].startswith("ok") and lines[1].endswith(" 0 s busy  fine") and lines[2].endswith(" 2 s busy  busy")

@@ -28,7 +28,7 @@ func TestHeadTimeout(t *testing.T) {
 		if head >= 10*time.Second {
 			t.Fatal(strings.Join(wrong, "\n"))
 		}
-		t.Logf("within %v: %s", head, wrong)
+		t.Logf("LATE: within %v: %s", head, wrong)
 	}
 }
 

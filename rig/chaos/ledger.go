@@ -67,6 +67,7 @@ type ledger struct {
 	problems []string
 	dropped  int      // problems beyond maxProblems
 	missed   []string // goals that were not reached, though nothing was lost
+	tooLate  []string // the same of times
 	wrong    int
 	lags     map[string][]span // when a child did not run
 	dead     map[string]int    // the last life of a child that is known to have ended
@@ -108,6 +109,13 @@ func (l *ledger) addProblem(format string, args ...any) {
 func (l *ledger) miss(format string, args ...any) {
 	if len(l.missed) < maxProblems {
 		l.missed = append(l.missed, fmt.Sprintf(format, args...))
+	}
+}
+
+// late writes down that something took longer than it may; l.mu is held.
+func (l *ledger) late(format string, args ...any) {
+	if len(l.tooLate) < maxProblems {
+		l.tooLate = append(l.tooLate, fmt.Sprintf(format, args...))
 	}
 }
 

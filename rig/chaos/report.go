@@ -32,8 +32,9 @@ type Result struct {
 	Killed    figures           `json:"p_killed"` // all loads that P's death ended
 	Notices   []string          `json:"notices"`  // the slowest first
 	Late      int               `json:"p_killed_late"`
-	Missed    []string          `json:"missed"` // not reached, though nothing was lost; a failure if Strict
-	Call      figures           `json:"calls"`  // how long the engines' calls took
+	Missed    []string          `json:"missed"`   // not reached, though nothing was lost; a failure if Strict
+	TooLate   []string          `json:"too_late"` // the same of times
+	Call      figures           `json:"calls"`    // how long the engines' calls took
 	Drain     time.Duration     `json:"drain_ns"`
 	Parts     []partRow         `json:"overload"`
 	Processes []processRow      `json:"processes"`
@@ -112,7 +113,7 @@ func (r *Result) close(led *ledger) {
 			killed = append(killed, n.after)
 			if n.after > noticeBound {
 				r.Late++
-				r.Missed = append(r.Missed, fmt.Sprintf("later than %v: %v", noticeBound, n))
+				r.TooLate = append(r.TooLate, fmt.Sprintf("later than %v: %v", noticeBound, n))
 			}
 		}
 	}
@@ -145,8 +146,8 @@ func (r *Result) close(led *ledger) {
 		}
 	}
 	r.Problems, r.Untold = append([]string{}, led.problems...), led.dropped
-	r.Missed = append(r.Missed, led.missed...)
-	r.OK = len(r.Problems) == 0 && (!r.Strict || len(r.Missed) == 0)
+	r.Missed, r.TooLate = append(r.Missed, led.missed...), append(r.TooLate, led.tooLate...)
+	r.OK = len(r.Problems) == 0 && (!r.Strict || len(r.Missed)+len(r.TooLate) == 0)
 }
 
 // Print writes the report for people.
@@ -197,7 +198,7 @@ func (r *Result) Print(w io.Writer) error {
 	for _, slow := range r.Notices[:min(len(r.Notices), 5)] {
 		p("SLOW: %s", slow)
 	}
-	for _, missed := range r.Missed {
+	for _, missed := range slices.Concat(r.Missed, r.TooLate) {
 		p("MISSED: %s", missed)
 	}
 	for _, problem := range r.Problems {

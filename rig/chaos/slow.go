@@ -107,7 +107,7 @@ func (l *ledger) slower(condition string, alone, p pace) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.miss("beside %s %d loads take %v, and %d alone %v: %d times that and %v are the bound", condition, p.N, p.Median, alone.N, alone.Median, contentionBound, noise)
+	l.late("beside %s %d loads take %v, and %d alone %v: %d times that and %v are the bound", condition, p.N, p.Median, alone.N, alone.Median, contentionBound, noise)
 }
 
 // contended is the pace of the fast D's beside slow ones. A machine that was busy with something else for a moment is measured again:

@@ -23,8 +23,8 @@ func (e *endpoint) landed(blocks [][]kv.BlockID) {
 
 // midTransfer starts a big write, calls cut when the write's first bytes have landed, and then
 // calls after. If the write ended well all the same, midTransfer tries again with more bytes, so that bytes move when it is cut. A
-// machine may be too fast for all of these, or too slow to cut in time: the last try's write gets its last block only by giveRest, and
-// cannot have ended before.
+// machine may be too fast for all of these, or too slow to cut in time. The last try's write cannot have ended: all of its blocks but the
+// first and the last are given right before the cut, and the last one only by giveRest.
 func midTransfer(t *testing.T, f Fixture, cut func(p, d *endpoint), after func(p, d *endpoint, blocks [][]kv.BlockID)) {
 	midTransferOf(t, f, open, open, cut, after)
 }
@@ -46,12 +46,14 @@ func midTransferOf(t *testing.T, f Fixture, openP, openD opener, cut func(p, d *
 			p.paint(1, src)
 			if held {
 				w := beginPartial(p, d, "t", src, dst)
+				w.upTo(w.each(1))
+				d.landed(dst)
 				w.upTo(w.each(uint32(n - 1)))
 				p.rest = func() { w.upTo(nil) }
 			} else {
 				p.write("t", d, d.expect("t", p, dst), src, dst)
+				d.landed(dst)
 			}
-			d.landed(dst)
 			cut(p, d)
 			if caught = !arrived(d); held && !caught {
 				t.Error("a write has ended well whose last block was not given")

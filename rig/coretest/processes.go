@@ -253,7 +253,8 @@ func oneOfTwoStopped(t *testing.T, f Fixture) {
 	}
 }
 
-// stopOneOfTwo is one try. It says whether the write that was stopped was under way: if it is held, its last block is not given.
+// stopOneOfTwo is one try. It says whether the write that was stopped was under way. If it is held, its blocks are given as those of
+// midTransfer's last try.
 func stopOneOfTwo(t *testing.T, f Fixture, size int, held bool) bool {
 	const blockBytes = 256 << 10
 	n := size / blockBytes / 2
@@ -263,14 +264,17 @@ func stopOneOfTwo(t *testing.T, f Fixture, size int, held bool) bool {
 	one, two := [][]kv.BlockID{sequence(0, n)}, [][]kv.BlockID{sequence(n, n)}
 	p.paint(1, one)
 	p.paint(2, two)
+	rest := func() {}
 	if held {
 		w := beginPartial(p, d, "stopped", one, one)
-		w.upTo(w.each(uint32(n - 1)))
+		w.upTo(w.each(1))
+		rest = func() { w.upTo(w.each(uint32(n - 1))) }
 	} else {
 		p.write("stopped", d, d.expect("stopped", p, one), one, one)
 	}
 	p.write("other", d, d.expect("other", p, two), two, two)
 	d.landed(one)
+	rest()
 	d.freeze()
 	p.tr.Stop("stopped")
 	first := p.sink.Wait("written", "stopped", 1)
