@@ -222,6 +222,13 @@ func TestProbedOnAStuckGPU(t *testing.T) {
 			t.Error("nobody has looked at the lane's bytes, and they count as seen")
 		}
 	}
+	for range 2 {
+		second <- fmt.Errorf("a test: %w", core.ErrMayLand)
+	}
+	soonEnds(t, "the flushes", tr.wg.Wait)
+	if tr.lands != nil {
+		t.Errorf("Close would fail for bytes of lanes on trial, which land in no engine's block: %v", tr.lands)
+	}
 	close(second)
 	tr.cfg.ConnectTimeout = time.Hour
 	soonEnds(t, "the answer", func() {

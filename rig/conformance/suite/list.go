@@ -25,7 +25,8 @@ var onTheDouble = []doubleOnly{
 		"TestSticky", "TestLateFailure", "TestFailedCopy"}},
 	{"cuda/closing_test.go", "streams and operations that are held until the test lets them go", []string{
 		"TestClosingBounds", "TestCloseBesideACall", "TestCloseEndsCopies", "TestBegunAfterClose", "TestCloseWhileCopying", "TestCloseBound", "TestCloseWhenNothingIsTakenBack",
-		"TestCloseBesideAMoment", "TestFlushOfAStuckDevice", "TestFlushThatIsNotAnswered", "TestFlushBesideClosing"}},
+		"TestCloseBesideAMoment", "TestFlushOfAStuckDevice", "TestFlushThatIsNotAnswered", "TestFlushBesideClosing", "TestFlushAcrossHalfway",
+		"TestFlushOfAStoppedProcess"}},
 	{"rdma/gpu_moving_test.go", "writes of a card that are seen late", []string{"TestGPUParts", "TestGPUFlush", "TestGPURevoke"}},
 	{"rdma/gpu_mapped_test.go", "a look at memory from the card's side too", []string{"TestGPUMapped"}},
 	{"rdma/gpu_sleep_test.go", "a look at memory that was mapped anew, and cards that refuse it as they are told", []string{"TestGPULookBeforeTheEnd", "TestGPURenewed", "TestGPURenewedAtP"}},
